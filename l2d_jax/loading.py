@@ -15,11 +15,12 @@ from l2d_jax.distributed import processes, runtime, sharding
 from l2d_jax.distributed.memory import require_memory, tree_bytes
 from l2d_jax.errors import about, require
 from l2d_jax.files import AnyPath, read_json
+from l2d_jax.model.diffusion_path import DiffusionPath
 from l2d_jax.model.l2d import Model
 from l2d_jax.model.llm import LLM
 from l2d_jax.storage import mirror
 from l2d_jax.training import manifest, workdir
-from l2d_jax.training.methods import method_of
+from l2d_jax.training.methods import Method, method_of
 from l2d_jax.weights import base_model, hub, locate, model_folder
 from l2d_jax.weights.publish import TorchFolder, is_published
 
@@ -135,15 +136,33 @@ def load(
     if found.trained is not None:
         step, method = newest_step(found) if step is None else step, method_of(found.trained)
         assert step is not None
-        declared = sharding.abstract(method.declare(base.architecture), mesh)
-        with _open_checkpoints(found) as checkpoints:
-            trained = checkpoints.restore(step, {method.part: declared})[method.part]
-        model = method.open(base, trained, mesh)
+        model = method.open(base, _restore(found, method, step, base, mesh), mesh)
     else:
         llm = base.load(dtype=found.base.dtype, mesh=mesh)
         path = None if found.path_config is None else model_folder.load_path(found.path, base.architecture, mesh)
         model = Model.build(llm, path)
     return LoadedModel(model, base.tokenizer, base.stop_ids, found.defaults, step)
+
+
+def load_path(folder: Folder, base: base_model.BaseFiles, mesh: Mesh) -> tuple[DiffusionPath, int | None]:
+    """Read the path of a folder that was trained on this base; of a workdir also the step of its checkpoint.
+
+    Raises `InputError` for a folder without a path, for a path of another base, and as `load` does.
+    """
+    require(folder.path_config is not None, f"{folder.path} has no diffusion path: give a folder that has one")
+    check_base(folder, base)
+    if folder.trained is None:
+        return model_folder.load_path(folder.path, base.architecture, mesh), None
+    step, method = newest_step(folder), method_of(folder.trained)
+    assert step is not None
+    return _restore(folder, method, step, base, mesh), step
+
+
+def _restore(folder: Folder, method: Method, step: int, base: base_model.BaseFiles, mesh: Mesh) -> Any:
+    """What a workdir has trained, from its checkpoint at `step`."""
+    declared = sharding.abstract(method.declare(base.architecture), mesh)
+    with _open_checkpoints(folder) as checkpoints:
+        return checkpoints.restore(step, {method.part: declared})[method.part]
 
 
 def check_base(folder: Folder, base: base_model.BaseFiles) -> None:

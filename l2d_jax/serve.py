@@ -1,8 +1,11 @@
 """Serves a model over HTTP with OpenAI's API and a page: `python -m l2d_jax.serve --workdir DIR --port 8000`.
 
-Each request may choose its budget and other options of decoding. With `L2D_JAX_API_KEY` in the environment, requests
-need that key. Ctrl-C or SIGTERM: the server finishes the running requests, for at most --drain seconds, and exits. A
-second one exits immediately.
+Each request may choose its budget and other options of decoding. `--model BASE --path math=DIR --path code=DIR` serves
+several paths on one language model: the `model` of a request chooses one, and BASE is the language model alone.
+
+With `L2D_JAX_API_KEY` in the environment, requests need that key. With `L2D_JAX_OPERATOR_KEY`, requests with that key
+load and drop paths. Ctrl-C or SIGTERM: the server finishes the running requests, for at most --drain seconds, and
+exits. A second one exits immediately.
 """
 
 import argparse
@@ -14,24 +17,26 @@ from l2d_jax.config import ranges
 from l2d_jax.config.choices import DTYPES
 from l2d_jax.errors import require
 
-KEY = "L2D_JAX_API_KEY"
+KEY, OPERATOR_KEY = "L2D_JAX_API_KEY", "L2D_JAX_OPERATOR_KEY"
 SPARE_FILES = 128  # file descriptors that are not for connections
 
 
 def main() -> None:
     """Parse the command line, load the model, and serve until a signal."""
     options = make_parser().parse_args()
-    key = _read_key()
+    keys = _read_key(KEY), _read_key(OPERATOR_KEY)
     _allow_files(options.max_connections)
     with console.starting():
         from l2d_jax.programs import serve
-    serve.run(options, key)
+    serve.run(options, *keys)
 
 
 def make_parser() -> command_line.Parser:
     """The options of the program."""
     parser = command_line.Parser("serve", description=__doc__)
     command_line.add_source(parser)
+    path = "a path on the language model given by --model: its name for requests, and its folder, workdir or hub id"
+    parser.add_argument("--path", action="append", default=[], metavar="NAME=DIR", type=_named_path, help=path)
     parser.add_argument("--dtype", choices=DTYPES, help="type of weights and products")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 is reachable from outside")
     parser.add_argument("--port", type="Port", default=8000, help="port to listen on; 0: any free port")
@@ -71,6 +76,14 @@ def _parse_efforts(text: str) -> dict[str, int]:
     return {name: int(command_line.number(ranges.Budget, budget)) for name, _, budget in pairs}
 
 
+def _named_path(text: str) -> tuple[str, str]:
+    """Parse NAME=DIR; raises what argparse reports."""
+    name, _, folder = text.partition("=")
+    if not (name and folder):
+        raise argparse.ArgumentTypeError(f"{text!r} names no path: write math=runs/math")
+    return name, folder
+
+
 def _origin(text: str) -> str:
     """Parse an origin; raises what argparse reports."""
     scheme, _, rest = text.partition("://")
@@ -79,10 +92,10 @@ def _origin(text: str) -> str:
     return text
 
 
-def _read_key() -> str | None:
-    """The key that requests must bring; raises `InputError` for one that no request can bring."""
-    key = os.environ.get(KEY)
-    problem = f"{KEY} must be visible ASCII characters, and is not" if key else f"{KEY} is empty"
+def _read_key(name: str) -> str | None:
+    """The key in a variable of the environment; raises `InputError` for one that no request can bring."""
+    key = os.environ.get(name)
+    problem = f"{name} must be visible ASCII characters, and is not" if key else f"{name} is empty"
     is_key = key is None or (key != "" and key.isascii() and key.isprintable() and " " not in key)
     require(is_key, f"{problem}: set a key, or unset it to serve without one")
     return key

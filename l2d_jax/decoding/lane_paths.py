@@ -81,7 +81,7 @@ def _row(llm: LLM, path: DiffusionPath, times: Float[Array, " n"]) -> PathRows:
     """A single row: a path, and its conditions at these times; infinite entries are unused."""
     first, last = path.translation.first, path.translation.last
 
-    def linear(one: Linear) -> RowLinear:
+    def linear(one: Linear | RowLinear) -> RowLinear:
         return RowLinear(weight=one.weight[None], bias=one.bias[None])
 
     def update(lora: Lora) -> RowLora:
@@ -141,5 +141,7 @@ def _widen(rows: PathRows, *, size: int) -> PathRows:
 def _put(rows: PathRows, new: PathRows, lane: Int[Array, ""]) -> PathRows:
     """Write the single row `new` into the row `lane`."""
     return _map(
-        lambda axis, array, one: jax.lax.dynamic_update_slice_in_dim(array, one.astype(array.dtype), lane, axis), rows, new
+        lambda axis, array, one: jax.lax.dynamic_update_slice_in_dim(array, one.astype(array.dtype), lane, axis),
+        rows,
+        new,
     )

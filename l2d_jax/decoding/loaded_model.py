@@ -50,6 +50,7 @@ class LoadedModel:
       stop_ids: ids of the tokens that end an answer.
       defaults: the decoding options that validation used during training.
       step: the step of the checkpoint, or None if the weights do not come from a checkpoint.
+      is_copied: whether decoding uses a copy, with low-rank updates merged into the weights.
     """
 
     model: Model = field(repr=False)
@@ -57,10 +58,13 @@ class LoadedModel:
     stop_ids: tuple[int, ...]
     defaults: DecodeConfig
     step: int | None = None
+    is_copied: bool = True
 
     @cached_property
     def decoder(self) -> Model:
         """The copy of the model that decodes: `Model.merged`, if it fits in the memory of the devices."""
+        if not self.is_copied:
+            return self.model
         return self.model.merged(device_bytes())
 
     def generate(

@@ -237,7 +237,9 @@ class DiffusionPath(nnx.Module):
             q_bias = w.q_bias if changes.q_bias is None else changes.q_bias
             norms = w.attention_norm, w.mlp_norm
             known = known if which is None or known is None else known[which]
-            parts = self.modulate(condition, changes.modulation, *norms) if known is None else jnp.moveaxis(known, -2, 0)
+            parts = (
+                self.modulate(condition, changes.modulation, *norms) if known is None else jnp.moveaxis(known, -2, 0)
+            )
             norm_1, shift_1, gate_1, norm_2, shift_2, gate_2 = parts
             with jax.named_scope("attention"):
                 y = llm.normalize(x, norm_1) + shift_1
@@ -262,7 +264,9 @@ class DiffusionPath(nnx.Module):
                 assert context.inputs is not None
                 y = context.inputs + y
             y = residual(y)
-            unread = KEYS if isinstance(self.layers.q, Lora | RowLora) else MATRICES  # XLA may copy the operands of a branch
+            unread = (
+                KEYS if isinstance(self.layers.q, Lora | RowLora) else MATRICES
+            )  # XLA may copy the operands of a branch
             layers = dataclasses.replace(llm.layers, **dict.fromkeys(unread))
             scanned = (layers, self.layers, cache.layers(), modulation, own)
             layer = remat(block) if remat else block

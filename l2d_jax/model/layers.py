@@ -146,7 +146,9 @@ def project_update(
     return multiply(multiply(x, a, dims), b, 1)
 
 
-def project_saved(x: Array, weight: Array, update: Lora | None = None, *, scale: float = 1.0, dims: int = 1) -> Array:
+def project_saved(
+    x: Array, weight: Array, update: Lora | RowLora | None = None, *, scale: float = 1.0, dims: int = 1
+) -> Array:
     """`project` for a trained block: rematerialisation may save the result, and XLA does not fuse it."""
     return fusion_barrier(checkpoint_name(project(fusion_barrier(x), weight, update, scale=scale, dims=dims), PRODUCT))
 

@@ -30,7 +30,7 @@ def multiply(x: Array, weight: Array | StackedWeight, dims: int) -> Array:
 
 
 def multiply_rows(x: Array, weights: Array, dims: int) -> Array:
-    """`x @ weights` over the last `dims` axes of x [B, M, ...], in the dtype of x, with another weight for each row b."""
+    """`x @ weights` over the last `dims` axes of x [B, M, *in], in its dtype; each row b has its own weights."""
     axes = (tuple(range(x.ndim - dims, x.ndim)), tuple(range(1, 1 + dims))), ((0,), (0,))
     if _is_on_cpu(x):
         return jax.lax.dot_general(x.astype(weights.dtype), weights, axes, preferred_element_type=jnp.float32)

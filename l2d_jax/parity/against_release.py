@@ -77,6 +77,7 @@ def intermediate(model: Model, a: Recording) -> Iterator[Check]:
     """Check embeddings of t and x, and hidden states after each layer, with models whose later layers do nothing."""
     path, llm = model.path, model.llm
     assert path is not None
+    assert path.time is not None
     t, x = jnp.asarray(a["timesteps"]), jnp.asarray(a["flow_representation_embeds"])
     features = diffusion.time_features(t, path.config.frequency_width)
     yield Check("mid.freq", features, a["mid.freq"])

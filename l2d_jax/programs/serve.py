@@ -6,16 +6,14 @@ import signal
 import socket
 import threading
 from argparse import Namespace
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NoReturn
 
 import jax
 
 from l2d_jax import command_line
-from l2d_jax.config.schema import DecodeConfig, MeshConfig, PathConfig
+from l2d_jax.config.schema import MeshConfig
 from l2d_jax.data.tokenizer import require_chat_template, require_tokenizer
-from l2d_jax.decoding.refinement.settings import check_settings
 from l2d_jax.decoding.requests import check_decoding_memory
 from l2d_jax.distributed import runtime
 from l2d_jax.errors import InputError, require
@@ -23,83 +21,69 @@ from l2d_jax.files import explained
 from l2d_jax.loading import find, load
 from l2d_jax.model.llm import LLM
 
-BUDGETS = (1, 3, 7, 15, 31)  # budgets that the page offers
-EFFORTS = {"none": 1, "low": 3, "medium": 7, "high": 15}  # offered if the model can spend them
 GRACE = 5.0  # seconds after the last connection in which running computations may finish
 
 
-def run(options: Namespace, key: str | None) -> None:
-    """Load the model, and serve until a signal. Requests must bring `key`, if there is one."""
+def run(options: Namespace, key: str | None, operator_key: str | None) -> None:
+    """Load the model, and serve until a signal.
+
+    Requests must bring `key`, if there is one, and those that load and drop paths `operator_key`.
+    """
     try:
+        from l2d_jax.programs.served_models import Offers, PathOpener, check_paths
         from l2d_jax.serving.access import Access
+        from l2d_jax.serving.api.limits import BUDGET, DRAWS, RequestLimits
+        from l2d_jax.serving.api.protocol import Protocol
         from l2d_jax.serving.app import ServerApp
         from l2d_jax.serving.connections import make_server
         from l2d_jax.serving.engine import KINDS, Engine
-        from l2d_jax.serving.api.limits import BUDGET, DRAWS, RequestLimits
-        from l2d_jax.serving.api.protocol import Protocol
+        from l2d_jax.serving.models import Catalogue
     except ImportError as error:
         raise InputError(f"a library of the server is missing ({error.name}): pip install 'l2d_jax[serve]'") from None
-    access = Access(options.host, options.allow_host, options.allow_origin, key)
+    access = Access(options.host, options.allow_host, options.allow_origin, key, operator_key)
     folder = find(options.workdir or options.model, dtype=options.dtype, **command_line.tokenizer_options(options))
+    problem = f"--path adds paths to a language model, and {folder.path} has a path of its own"
+    require(folder.path_config is None or not options.path, f"{problem}: give its base as --model, and it as --path")
     with explained(f"{options.host}:{options.port} cannot be listened on", "choose another --host or --port"):
         listening = socket.create_server((options.host, options.port))
     runtime.start_jax(MeshConfig())
     require(jax.process_count() == 1, "a server is one process: start it on one host alone")
     base = folder.find_base()
     require_chat_template(require_tokenizer(base.tokenizer))
+    name = options.workdir.name if options.workdir else options.model
+    paths = check_paths(options.path, base, served=name)
     mesh = runtime.start_decoding(MeshConfig(), rows=options.lanes, kv_heads=base.architecture.num_key_value_heads)
     context = min(options.context, base.architecture.max_position_embeddings)
-    path, own = folder.path_config, folder.defaults
-    draws = options.max_draws or max(DRAWS, own.draws)
-    budget = options.max_budget or max(BUDGET, own.budget)
-    problem = f"the model's own options are a budget of {own.budget} and {own.draws} draws"
-    require(own.budget <= budget and own.draws <= draws, f"{problem}: raise --max_budget or --max_draws to them")
-    efforts = _efforts(options.efforts, own, path, most=budget)
-    limits = RequestLimits(context=context, answers=options.queue, budget=budget, draws=draws, efforts=efforts)
+    chosen = [folder.defaults, *(path.defaults for path in paths)]
+    draws = options.max_draws or max(DRAWS, *(own.draws for own in chosen))
+    budget = options.max_budget or max(BUDGET, *(own.budget for own in chosen))
+    limits = RequestLimits(context=context, answers=options.queue, budget=budget, draws=draws)
+    offers = Offers(limits, options.efforts)
+    for own, path in zip(chosen, [folder, *paths], strict=True):
+        offers.check_defaults(own, str(path.path))
+        offers.efforts_for(own, path.path_config)
     llm, rows = LLM.declare(base.architecture, dtype=folder.base.dtype), KINDS * options.lanes + 1
-    remedy, settings = "--lanes, --context or --max_draws", replace(own, draws=draws)
-    check_decoding_memory(llm, path, settings, rows=rows, longest=context, remedy=remedy)
+    remedy = "--lanes, --context or --max_draws"
+    for own, path in zip(chosen, [folder, *paths], strict=True):
+        most = replace(own, draws=draws)
+        check_decoding_memory(llm, path.path_config, most, rows=rows, longest=context, remedy=remedy)
     loaded = load(
         options.workdir or options.model, mesh=mesh, dtype=options.dtype, **command_line.tokenizer_options(options)
     )
-    name = options.workdir.name if options.workdir else options.model
-    engine = Engine(loaded, lanes=options.lanes, queue=options.queue)
-    protocol = Protocol(loaded, name=name, limits=limits)
-    budgets = [n for n in BUDGETS if n <= budget and _is_spendable(n, own, path)]
-    about: dict[str, Any] = {"id": name, "object": "model", "created": 0, "owned_by": "l2d_jax", "budgets": budgets}
-    about |= {"max_tokens": context // 2, "has_path": path is not None, "max_budget": budget, "max_draws": draws}
-    about |= {"efforts": dict(efforts)}
+    models = Catalogue(offers.serve(name, loaded))
+    opener = PathOpener(base, loaded, mesh, options.lanes, offers, models)
+    for named, place in options.path:
+        models.add(opener.open(named, place))
+    load_path = opener.open if folder.path_config is None else None
     bounds: dict[str, Any] = {"seconds": options.timeout, "longest_body": 1024 * options.max_body}
-    app = ServerApp(engine, protocol, access=access, about=about, **bounds)
+    engine = Engine(lanes=options.lanes, queue=options.queue)
+    app = ServerApp(engine, Protocol(models), access=access, load_path=load_path, **bounds)
     times = {"client_timeout": options.client_timeout, "drain": options.drain}
     server = make_server(app.routes(), max_connections=options.max_connections, **times)
     host, port = listening.getsockname()[:2]
-    print(f"serving {name} at http://{host}:{port}", flush=True)
+    served = ", ".join(model.name for model in models.models)
+    print(f"serving {served} at http://{host}:{port}", flush=True)
     _serve(engine, server, listening, drain=options.drain)
-
-
-def _is_spendable(budget: int, settings: DecodeConfig, path: PathConfig | None) -> bool:
-    try:
-        check_settings(replace(settings, budget=budget), path)
-    except InputError:
-        return False
-    return True
-
-
-def _efforts(
-    given: Mapping[str, int] | None, settings: DecodeConfig, path: PathConfig | None, *, most: int
-) -> Mapping[str, int]:
-    """The budgets of reasoning efforts; raises `InputError` for a budget that cannot be spent."""
-    if given is None:
-        kept = {name: n for name, n in EFFORTS.items() if n <= most}
-        return {name: n for name, n in kept.items() if _is_spendable(n, settings, path)}
-    for name, budget in given.items():
-        try:
-            check_settings(replace(settings, budget=budget), path)
-        except InputError as error:
-            raise InputError(f"--efforts {name}={budget}: {error}") from None
-        require(budget <= most, f"--efforts {name}={budget} exceeds --max_budget {most}: raise that")
-    return given
 
 
 def _serve(engine: Any, server: Any, listening: socket.socket, *, drain: float) -> None:

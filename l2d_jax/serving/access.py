@@ -30,6 +30,7 @@ class Access:
     hosts: Sequence[str] = ()  # further names of the server; "*": any
     origins: Sequence[str] = ()  # web pages that may send requests, such as https://chat.example; "*": any
     key: str | None = None  # the key that requests must bring; None: none
+    operator_key: str | None = None  # the key of requests that load and drop paths; None: none are accepted
 
     def check(self, headers: Headers, *, method: str, address: str) -> None:
         """Raise `HTTPException` for a request that must not be answered; `address` is where the client connected."""
@@ -47,10 +48,16 @@ class Access:
 
     def check_key(self, headers: Headers) -> None:
         """Raise `HTTPException` for a request without the server's key."""
-        scheme, given = [*headers.get("authorization", "").split(maxsplit=1), "", ""][:2]
-        is_right = hmac.compare_digest(given.strip().encode("latin-1"), (self.key or "").encode())
-        if self.key is not None and not (scheme.lower() == "bearer" and is_right):
+        if self.key is not None and not _brings(headers, self.key):
             problem = "this server wants its API key: send it as 'Authorization: Bearer KEY'"
+            raise HTTPException(401, problem, headers={"WWW-Authenticate": "Bearer"})
+
+    def check_operator(self, headers: Headers) -> None:
+        """Raise `HTTPException` for a request without the operator's key."""
+        if self.operator_key is None:
+            raise HTTPException(403, "paths cannot be changed: start the server with L2D_JAX_OPERATOR_KEY set")
+        if not _brings(headers, self.operator_key):
+            problem = "only the operator changes paths: send the operator's key as 'Authorization: Bearer KEY'"
             raise HTTPException(401, problem, headers={"WWW-Authenticate": "Bearer"})
 
     def _is_own(self, host: str, address: str) -> bool:
@@ -88,6 +95,13 @@ class AccessGate:
                 await respond(error)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
+
+
+def _brings(headers: Headers, key: str) -> bool:
+    """Whether a request brings a key."""
+    scheme, given = [*headers.get("authorization", "").split(maxsplit=1), "", ""][:2]
+    is_right = hmac.compare_digest(given.strip().encode("latin-1"), key.encode())
+    return scheme.lower() == "bearer" and is_right
 
 
 def _host_name(host: str) -> str | None:

@@ -19,12 +19,14 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from l2d_jax.decoding.requests import Piece
-from l2d_jax.errors import InputError, shown
+from l2d_jax.errors import InputError
 from l2d_jax.serving.access import Access, AccessGate
-from l2d_jax.serving.engine import Engine, PieceWork, Work
-from l2d_jax.serving.failures import explain, respond
+from l2d_jax.serving.api.bodies import parse_json, read_path
 from l2d_jax.serving.api.protocol import Asked, Protocol
 from l2d_jax.serving.api.replies import Reply, event
+from l2d_jax.serving.engine import Engine, PieceWork, Work
+from l2d_jax.serving.failures import explain, respond
+from l2d_jax.serving.models import ServedModel
 
 PAGE = Path(__file__).with_name("page.html")
 READERS = 4  # number of requests that are read at a time: checked, tokenised, formats compiled
@@ -54,15 +56,23 @@ class ServerApp:
         protocol: Protocol,
         *,
         access: Access,
-        about: dict[str, Any],
         seconds: float,
         longest_body: int,
+        load_path: Callable[[str, str], ServedModel] | None = None,
     ) -> None:
-        """`about` is the description of the model for `/v1/models`.
+        """Make the application.
 
-        A request may take `seconds` from its arrival to its end, and its body may have `longest_body` bytes.
+        Args:
+          engine: decodes the answers.
+          protocol: reads the requests.
+          access: who may use the server.
+          seconds: largest time of a request, from its arrival to its end.
+          longest_body: largest size of a body, in bytes.
+          load_path: makes a model of a name and a folder, for the operator; None: paths stay as they are.
         """
-        self._engine, self._protocol, self._about, self._access = engine, protocol, about, access
+        self._engine, self._protocol, self._access = engine, protocol, access
+        self._models, self._load_path = protocol.models, load_path
+        self._loading = anyio.CapacityLimiter(1)
         self._limit, self._longest_body = seconds, longest_body
         self._readers = anyio.CapacityLimiter(READERS)
         self._figures = prometheus.CollectorRegistry()
@@ -83,15 +93,20 @@ class ServerApp:
             Route("/", lambda _: FileResponse(PAGE)),
             Route("/health", lambda _: JSONResponse({"status": "ok"})),
             Route("/metrics", self._metrics),
-            Route("/v1/models", self._models),
-            Route("/v1/models/{name:path}", self._models),
+            Route("/v1/models", self._describe),
+            Route("/v1/models/{name:path}", self._describe),
+            Route("/v1/paths", self._add_path, methods=["POST"]),
+            Route("/v1/paths/{name:path}", self._drop_path, methods=["DELETE"]),
             Route("/v1/chat/completions", partial(self._answer, is_chat=True), methods=["POST"]),
             Route("/v1/completions", partial(self._answer, is_chat=False), methods=["POST"]),
         ]
         handlers = dict.fromkeys((HTTPException, Exception), lambda _, error: respond(error))
         middleware = [Middleware(AccessGate, access=self._access)]
         if self._access.origins:
-            options: dict[str, Any] = {"allow_origins": self._access.origins, "allow_methods": ("GET", "POST")}
+            options: dict[str, Any] = {
+                "allow_origins": self._access.origins,
+                "allow_methods": ("GET", "POST", "DELETE"),
+            }
             options |= {"allow_headers": ("*",), "expose_headers": ("Retry-After",), "allow_private_network": True}
             middleware.append(Middleware(CORSMiddleware, **options))
         return Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)
@@ -100,14 +115,35 @@ class ServerApp:
         self._access.check_key(request.headers)
         return PlainTextResponse(prometheus.generate_latest(self._figures))
 
-    async def _models(self, request: Request) -> Response:
+    async def _describe(self, request: Request) -> Response:
         self._access.check_key(request.headers)
         name = request.path_params.get("name")
         if name is None:
-            return JSONResponse({"object": "list", "data": [self._about]})
-        if name != self._protocol.name:
-            raise HTTPException(404, f"there is no model {shown(name)} here: it is {self._protocol.name!r}")
-        return JSONResponse(self._about)
+            return JSONResponse({"object": "list", "data": [dict(model.about) for model in self._models.models]})
+        return JSONResponse(dict(self._find(name).about))
+
+    async def _add_path(self, request: Request) -> Response:
+        self._access.check_operator(request.headers)
+        load_path = self._load_path
+        if load_path is None:
+            raise HTTPException(400, "this server's model has a path of its own: start it with the base as --model")
+        asked = read_path(parse_json(await self._body(request)))
+        self._models.check_free(asked.name)
+        model = await anyio.to_thread.run_sync(load_path, asked.name, asked.path, limiter=self._loading)
+        return JSONResponse(dict(self._models.add(model).about), status_code=201)
+
+    async def _drop_path(self, request: Request) -> Response:
+        self._access.check_operator(request.headers)
+        model = self._find(request.path_params["name"])
+        self._models.remove(model.name)
+        return JSONResponse({"id": model.name, "object": "model", "deleted": True})
+
+    def _find(self, name: str) -> ServedModel:
+        """The model of an address; raises `HTTPException`."""
+        try:
+            return self._models.get(name)
+        except InputError as error:
+            raise HTTPException(404, str(error)) from None
 
     async def _answer(self, request: Request, *, is_chat: bool) -> Response:
         self._access.check_key(request.headers)
@@ -132,11 +168,11 @@ class ServerApp:
                 loop.call_soon_threadsafe(queue.put_nowait, SCORED if told is None else told)
 
         answers = asked.answers if asked.is_answered else ()
-        works = [Work(answer, tell, is_traced=asked.body.trace) for answer in answers]
+        works = [Work(answer, tell, asked.model, is_traced=asked.body.trace) for answer in answers]
         scoring = [PieceWork(pieces, tell) for pieces in asked.scoring]
         self._engine.submit(works, scoring)
         cancel = partial(self._engine.cancel, [*works, *scoring])
-        reply = Reply(asked, self._protocol.tokenizer, name=self._protocol.name)
+        reply = Reply(asked, self._protocol.tokenizer, name=asked.model.name)
         chunks = self._follow(asked, reply, queue, deadline=deadline)
         if asked.body.stream:
             return _Stream(self._stream(chunks), cancel)

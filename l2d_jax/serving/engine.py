@@ -9,16 +9,16 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 from l2d_jax.decoding.buckets import is_long, sample_bucket
 from l2d_jax.decoding.lanes import Lanes
-from l2d_jax.decoding.loaded_model import LoadedModel
 from l2d_jax.decoding.requests import Answer, Piece, Request
 from l2d_jax.decoding.trace import TokenTrace, trace
 from l2d_jax.errors import contained, require
+from l2d_jax.serving.models import LaneModel, ServedModel
 
 SHORT_KINDS, LONG_KINDS = 2, 1  # number of kinds decoded at a time, with cheap and with expensive tokens
 KINDS = SHORT_KINDS + LONG_KINDS
@@ -43,6 +43,7 @@ class EndingError(FullError):
 class Kind(NamedTuple):
     """The properties that answers must share to be decoded together."""
 
+    lane_model: LaneModel
     solver: str
     velocity: str
     parallel: str
@@ -58,6 +59,7 @@ class Work:
 
     answer: Answer
     tell: Callable[[Piece | list[TokenTrace] | Exception], None]  # the trace comes before the last piece
+    model: ServedModel
     is_traced: bool = False
     is_cancelled: bool = False
     tokens: list[int] = field(default_factory=list)
@@ -85,8 +87,8 @@ class _Group:
 class Engine:
     """Answers requests in the order in which they arrive, `lanes` of each kind at a time; at most `queue` wait."""
 
-    def __init__(self, loaded: LoadedModel, *, lanes: int, queue: int) -> None:
-        self._loaded, self._size, self._limit = loaded, lanes, queue
+    def __init__(self, *, lanes: int, queue: int) -> None:
+        self._size, self._limit = lanes, queue
         self._waiting: list[Work] = []
         self._pieces: deque[PieceWork] = deque()
         self._spent = 0  # passes that other work has cost
@@ -157,13 +159,18 @@ class Engine:
                 self._changed.wait()
             return bool(self._waiting or self._groups or self._pieces)
 
-    def kind(self, answer: Answer) -> Kind:
-        """The kind of an answer."""
-        settings, path = answer.settings, self._loaded.model.path
+    def kind(self, work: Work, running: Collection[Kind] = ()) -> Kind:
+        """The kind of an answer. At a budget of 1 it joins a `running` kind of several paths, if there is one."""
+        answer, path = work.answer, work.model.loaded.model.path
+        settings, has_label = answer.settings, answer.prompt.label is not None
+        if settings.budget == 1 and not has_label:
+            hosts = (kind for kind in running if kind.lane_model.are_mixed and not (kind.has_label or kind.is_long))
+            if (host := next(hosts, None)) is not None:
+                return host
         refines = path is not None and path.config.reader != "lm" and settings.budget > 1
         samples, is_slow = sample_bucket(settings.draws), is_long(settings.budget, settings.draws)
         shared = (settings.solver, settings.velocity, settings.parallel, samples)
-        return Kind(*shared, answer.prompt.label is not None, refines, is_slow)
+        return Kind(work.model.lane_model(settings), *shared, has_label, refines, is_slow)
 
     def _choose(self) -> dict[Kind, list[Work]]:
         """Take the works from the queue for which there is a free lane.
@@ -174,8 +181,8 @@ class Engine:
         chosen: dict[Kind, list[Work]] = {}
         held: set[bool] = set()
         for work in list(self._waiting):
-            kind = self.kind(work.answer)
-            known = {*self._groups, *chosen}
+            known = {**self._groups, **chosen}
+            kind = self.kind(work, known)
             most = LONG_KINDS if kind.is_long else SHORT_KINDS
             if kind not in known and sum(other.is_long == kind.is_long for other in known) == most:
                 held.add(kind.is_long)
@@ -189,13 +196,13 @@ class Engine:
         """Give each work a lane."""
         try:
             if kind not in self._groups:
-                model = self._loaded.decoder.reading(refines=kind.refines)
-                lanes = Lanes(model, lanes=self._size, stop_ids=self._loaded.stop_ids)
+                lanes = kind.lane_model.open(lanes=self._size, refines=kind.refines)
                 spent = min((group.spent for group in self._groups.values()), default=0)
                 self._groups[kind] = _Group(lanes, spent)
             group = self._groups[kind]
             for work in works:
                 group.works[work.answer.number], work.began = work, time.monotonic()
+                _fit(work, kind)
             group.lanes.admit([work.answer for work in works])
         except BaseException as error:
             self._fail(kind, contained(error), works)
@@ -246,7 +253,7 @@ class Engine:
         if piece.is_last and work.is_traced and piece.ending != "broken" and not work.is_cancelled:
             request = Request([work.answer.prompt], work.answer.settings, work.answer.seed)
             try:
-                traced = trace(self._loaded, request, [work.tokens])[0]
+                traced = trace(work.model.scorer(work.answer.settings), request, [work.tokens])[0]
             except BaseException as error:
                 _tell(work, contained(error))
                 return
@@ -262,6 +269,16 @@ class Engine:
     def _leave(self, work: Work, group: _Group) -> None:
         group.lanes.drop(work.answer)
         group.works.pop(work.answer.number, None)
+
+
+def _fit(work: Work, kind: Kind) -> None:
+    """Give an answer what lanes of its kind need: its path, and at a budget of 1 their options, which do not matter."""
+    answer = work.answer
+    if kind.lane_model.are_mixed:
+        answer.path = work.model.loaded.model.path or kind.lane_model.model.path
+    if answer.settings.budget == 1:
+        options: Any = {"solver": kind.solver, "velocity": kind.velocity, "parallel": kind.parallel}
+        answer.settings = replace(answer.settings, draws=kind.samples, **options)
 
 
 def _tell(work: Work, told: Piece | list[TokenTrace] | Exception) -> None:

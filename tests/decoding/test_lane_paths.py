@@ -1,4 +1,4 @@
-"""Lanes that several paths share: an answer is the one that its path gives alone, whichever paths its neighbours have."""
+"""Lanes that several paths share: an answer is what its path gives alone, whichever paths its neighbours have."""
 
 import dataclasses
 from typing import Any

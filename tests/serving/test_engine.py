@@ -24,12 +24,14 @@ from l2d_jax.decoding.stop_strings import StopSearch
 from l2d_jax.errors import RunError
 from l2d_jax.serving import engine as engines
 from l2d_jax.serving.engine import EndingError, Engine, FullError, Work
+from l2d_jax.serving.models import ServedModel
 from tests.decoding.test_programs import live_programs
-from tests.support.served import talking_model
+from tests.support.served import served, talking_model
 
 PLAIN = DecodeConfig(budget=1, max_new_tokens=8)
 WAIT = 300  # seconds, for programs to be compiled on a busy machine
 _numbers = itertools.count()
+_models: dict[int, ServedModel] = {}  # clients of the same model share lanes
 
 
 class Client:
@@ -44,7 +46,7 @@ class Client:
         [answer] = make_answers(self.request, architecture, path, first=next(_numbers))
         self.told: list[Any] = []
         self._ended = threading.Event()
-        self.work = Work(answer, self.hear)
+        self.work = Work(answer, self.hear, _models.setdefault(id(loaded), served(loaded)))
 
     def hear(self, told: Any) -> None:
         self.told.append(told)
@@ -76,7 +78,7 @@ def loaded() -> LoadedModel:
 @contextlib.contextmanager
 def running(loaded: LoadedModel, **options: Any) -> Iterator[Engine]:
     """An engine that answers in another thread."""
-    engine = Engine(loaded, **{"lanes": 2, "queue": 64, **options})
+    engine = Engine(**{"lanes": 2, "queue": 64, **options})
     thread = threading.Thread(target=engine.run)
     thread.start()
     try:
@@ -135,7 +137,7 @@ def test_nobody_waits_for_an_engine_that_has_ended(loaded: LoadedModel, monkeypa
         engine.close()
         with pytest.raises(EndingError, match="this server is ending: ask again in 5 s"):
             engine.submit([Client(loaded).work])
-    engine, left = Engine(loaded, lanes=1, queue=4), Client(loaded)
+    engine, left = Engine(lanes=1, queue=4), Client(loaded)
     engine.submit([left.work])
     monkeypatch.setattr(engine, "_choose", lambda: 1 // 0)
     with pytest.raises(ZeroDivisionError):

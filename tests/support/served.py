@@ -19,11 +19,12 @@ from l2d_jax.model.diffusion_path import DiffusionPath
 from l2d_jax.model.l2d import Model
 from l2d_jax.model.llm import LLM
 from l2d_jax.serving.access import Access
+from l2d_jax.serving.api.limits import RequestLimits
+from l2d_jax.serving.api.protocol import Protocol
 from l2d_jax.serving.app import ServerApp
 from l2d_jax.serving.connections import make_server
 from l2d_jax.serving.engine import Engine
-from l2d_jax.serving.api.limits import RequestLimits
-from l2d_jax.serving.api.protocol import Protocol
+from l2d_jax.serving.models import Catalogue, ServedModel
 from tests.support import tiny
 
 CONTEXT = 1024
@@ -44,6 +45,15 @@ def talking_model(**changes: Any) -> LoadedModel:
     return LoadedModel(Model.build(llm, path), words, tuple(tokenizer.stop_ids(words)), defaults)
 
 
+def served(loaded: LoadedModel, **limits: Any) -> ServedModel:
+    """The model as the server's only one."""
+    return ServedModel("tiny", loaded, RequestLimits(**{"context": CONTEXT, **limits}), ABOUT)
+
+
+def catalogue(loaded: LoadedModel, **limits: Any) -> Catalogue:
+    return Catalogue(served(loaded, **limits))
+
+
 @contextlib.contextmanager
 def serving(
     loaded: LoadedModel,
@@ -58,9 +68,9 @@ def serving(
     **limits: Any,
 ) -> Iterator[str]:
     """Serve a model, and give the address."""
-    engine = Engine(loaded, lanes=lanes, queue=queue)
-    protocol = Protocol(loaded, name="tiny", limits=RequestLimits(**{"context": CONTEXT, "answers": queue, **limits}))
-    app = ServerApp(engine, protocol, access=access or Access(), about=ABOUT, seconds=seconds, longest_body=2**16)
+    engine = Engine(lanes=lanes, queue=queue)
+    protocol = Protocol(catalogue(loaded, answers=queue, **limits))
+    app = ServerApp(engine, protocol, access=access or Access(), seconds=seconds, longest_body=2**16)
     times = {"client_timeout": client_timeout, "drain": drain}
     decoding = threading.Thread(target=engine.run)
     decoding.start()

@@ -53,6 +53,7 @@ def estimate(
 
     It is NaN where the hidden state is NaN, which an arg max would hide.
     """
+
     def mean(logits: Array, temperature: Array, *masks: Array) -> Array:
         logits = _restrict(logits, *masks)
         assert model.table is not None

@@ -1,4 +1,4 @@
-"""Reads OpenAI's requests for one model: checks them completely, and turns them into answers to decode.
+"""Reads OpenAI's requests: checks them completely, and turns them into answers to decode.
 
 Fields that a request omits take the model's defaults, and a random seed. Several threads may read requests at a time: a
 tokenizer works in many threads as long as none changes its truncation or padding, which the first text fixes.
@@ -14,17 +14,16 @@ from typing import Any
 from l2d_jax.config.schema import DecodeConfig
 from l2d_jax.data.tokenizer import prompt_ids, require_tokenizer, text_ids
 from l2d_jax.decoding.generation import make_answers
-from l2d_jax.decoding.loaded_model import LoadedModel
 from l2d_jax.decoding.requests import Answer, Request, Restrictions, number_prompts, override_settings, path_config
 from l2d_jax.decoding.sampler import check_tokens
 from l2d_jax.decoding.stop_strings import to_text
 from l2d_jax.decoding.trace import check_single_sample
-from l2d_jax.errors import require, shown
+from l2d_jax.errors import require
 from l2d_jax.serving.api import echo
 from l2d_jax.serving.api.bodies import ChatBody, CompletionBody, parse_json, read_address, read_body, text_length
 from l2d_jax.serving.api.choices import RankedChoices, check_choices, score_choices, split_format
-from l2d_jax.serving.api.limits import RequestLimits
 from l2d_jax.serving.api.scoring import DRAWS, check_draws
+from l2d_jax.serving.models import Catalogue, ServedModel
 
 
 @dataclass(frozen=True)
@@ -34,6 +33,7 @@ class Asked:
     body: ChatBody | CompletionBody  # without its texts, which may be long
     answers: Sequence[Answer]  # answers to one prompt are consecutive
     prompt_tokens: int
+    model: ServedModel  # answers it
     echoes: Sequence[echo.Echo] = ()  # one per prompt, if the reply repeats the prompts
     ranked: Sequence[RankedChoices] = ()  # one per prompt, if the reply has the probabilities of choices
     scoring: Sequence[Iterator[int]] = ()  # iterators that score echoes and choices, piece by piece
@@ -45,12 +45,14 @@ class Asked:
 
 
 class Protocol:
-    """Reads request bodies for one model."""
+    """Reads request bodies for the models of a server, which share a tokenizer."""
 
-    def __init__(self, loaded: LoadedModel, *, name: str, limits: RequestLimits) -> None:
-        """`name` is the model's name for clients; raises `InputError` for a model without a tokenizer."""
-        self._loaded, self.name, self._limits = loaded, name, limits
-        self.tokenizer = require_tokenizer(loaded.tokenizer)
+    def __init__(self, models: Catalogue) -> None:
+        """Raises `InputError` for models without a tokenizer."""
+        self.models, base = models, models.get("")
+        self._limits = base.limits  # without efforts and defaults, which models may differ in
+        self._vocab_size = base.loaded.model.llm.architecture.vocab_size
+        self.tokenizer = require_tokenizer(base.loaded.tokenizer)
         self._longest_token = max(map(len, self.tokenizer.get_vocab()))
         text_ids(["a"], self.tokenizer)  # turns truncation and padding off in the tokenizer
         self._lock = threading.Lock()
@@ -66,8 +68,8 @@ class Protocol:
             named = {} if values.get("reasoning_effort") is None else {"budget": None}  # a budget by its name
             values = defaults | named | {name: value for name, value in values.items() if value is not None}
         body, options = read_body(values, is_chat=is_chat)
-        require(body.model in ("", self.name), f"there is no model {shown(body.model)} here: it is {self.name!r}")
-        settings = self._settings(body, options)
+        model = self.models.get(body.model)
+        settings = self._settings(model, body, options)
         prompts = [self._chat(body)] if isinstance(body, ChatBody) else self._complete(body)
         new = 0 if body.longest == 0 else settings.max_new_tokens
         total = max(map(len, prompts)) + new
@@ -78,8 +80,9 @@ class Protocol:
         self._limits.check_reply(told, alternatives=body.alternatives)
         format, choices = split_format(body.response_format)
         body = replace(body, response_format=format)
-        request = self._request(body, prompts, settings, options)
-        asked = Asked(body.without_texts(), self._answers(body, request), sum(map(len, prompts)))
+        request = self._request(model, body, prompts, settings, options)
+        answers = self._answers(model, body, request)
+        asked = Asked(body.without_texts(), answers, sum(map(len, prompts)), model)
         if isinstance(body, CompletionBody) and body.echo:
             asked = self._echoed(asked, body, request, options)
         asked = self._ranked(asked, choices, request, draws=body.score_draws) if choices else asked
@@ -87,18 +90,19 @@ class Protocol:
         require(body.score_draws is None or len(asked.scoring) > 0, f"{unused}: leave it out")
         return asked
 
-    def _settings(self, body: ChatBody | CompletionBody, options: dict[str, Any]) -> DecodeConfig:
+    def _settings(self, model: ServedModel, body: ChatBody | CompletionBody, options: dict[str, Any]) -> DecodeConfig:
         """The decoding options of a request, checked against the limits."""
         longest = {"max_new_tokens": body.longest} if body.longest else {}
         effort = body.reasoning_effort
-        budget = {"budget": self._limits.budget_of(effort)} if isinstance(effort, str) else {}
+        budget = {"budget": model.limits.budget_of(effort)} if isinstance(effort, str) else {}
         options = budget | options | longest
-        settings = override_settings(self._loaded.defaults, options)
-        self._limits.check_settings(settings, options=options)
+        settings = override_settings(model.loaded.defaults, options)
+        model.limits.check_settings(settings, options=options)
         return settings
 
     def _request(
         self,
+        model: ServedModel,
         body: ChatBody | CompletionBody,
         prompts: Sequence[list[int]],
         settings: DecodeConfig,
@@ -107,18 +111,18 @@ class Protocol:
         seed = secrets.randbelow(2**31) if body.seed is None else body.seed
         numbered = number_prompts(prompts, labels=[body.label] * len(prompts))
         penalties: dict[str, Any] = {name: getattr(body, name) for name in ("frequency_penalty", "presence_penalty")}
-        grammar = self._loaded.compile_grammar(body.response_format)
+        grammar = model.loaded.compile_grammar(body.response_format)
         restrictions = Restrictions(body.stops, grammar=grammar, logit_bias=body.biases, **penalties)
         asked = {*options} if body.label is None else {*options, "label"}
         common: dict[str, Any] = {"restrictions": restrictions, "tokenizer": self.tokenizer, "asked": asked}
         return Request(numbered, settings, seed, body.n, **common)
 
-    def _answers(self, body: ChatBody | CompletionBody, request: Request) -> list[Answer]:
+    def _answers(self, model: ServedModel, body: ChatBody | CompletionBody, request: Request) -> list[Answer]:
         count = len(request.prompts) * body.n
         with self._lock:
             first, self._answers_before = self._answers_before, self._answers_before + count
-        path = path_config(self._loaded.model)
-        answers = make_answers(request, self._loaded.model.llm.architecture, path, first=first)
+        of_model = model.loaded.model
+        answers = make_answers(request, of_model.llm.architecture, path_config(of_model), first=first)
         for answer in answers:
             answer.is_scored = body.alternatives is not None
         if body.trace:
@@ -140,7 +144,8 @@ class Protocol:
         draws = usual if body.score_draws is None else body.score_draws
         check_draws(draws, budget=settings.budget, name=name, most=max(self._limits.draws, settings.draws))
         pairs = zip(echoes, request.prompts, strict=True)
-        scoring = [echo.score(self._loaded, one, request, prompt=prompt, draws=draws) for one, prompt in pairs]
+        scorer = asked.model.scorer(settings)
+        scoring = [echo.score(scorer, one, request, prompt=prompt, draws=draws) for one, prompt in pairs]
         return replace(asked, echoes=echoes, scoring=scoring)
 
     def _ranked(self, asked: Asked, choices: Sequence[str], request: Request, *, draws: int | None) -> Asked:
@@ -151,14 +156,15 @@ class Protocol:
         check_choices(choices, ids, prompt=longest, context=self._limits.context)
         ranked = [RankedChoices(choices, ids) for _ in request.prompts]
         pairs = zip(ranked, request.prompts, strict=True)
-        scoring = [score_choices(self._loaded, one, request, prompt=prompt, draws=count) for one, prompt in pairs]
+        scorer = asked.model.scorer(request.settings)
+        scoring = [score_choices(scorer, one, request, prompt=prompt, draws=count) for one, prompt in pairs]
         return replace(asked, ranked=ranked, scoring=[*asked.scoring, *scoring])
 
     def _complete(self, body: CompletionBody) -> list[list[int]]:
         """The prompts as token ids."""
         self._limits.check_count(len(body.prompts), samples=body.n)
         prompts = [self._prompt(prompt) for prompt in body.prompts]
-        check_tokens(prompts, self._loaded.model.llm.architecture.vocab_size)
+        check_tokens(prompts, self._vocab_size)
         return prompts
 
     def _chat(self, body: ChatBody) -> list[int]:

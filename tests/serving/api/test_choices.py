@@ -14,7 +14,8 @@ from l2d_jax.serving.api.choices import MOST, split_format
 from l2d_jax.serving.api.limits import RequestLimits
 from l2d_jax.serving.api.protocol import Asked, Protocol
 from l2d_jax.serving.api.replies import Reply
-from tests.support.served import serving, talking_model
+from l2d_jax.serving.models import Catalogue, ServedModel
+from tests.support.served import ABOUT, catalogue, serving, talking_model
 
 MESSAGES = [{"role": "user", "content": "Hi"}]
 CHOICES = ["yes", "no", "yes, sure"]
@@ -28,7 +29,7 @@ def loaded() -> LoadedModel:
 
 @pytest.fixture(scope="module")
 def protocol(loaded: LoadedModel) -> Protocol:
-    return Protocol(loaded, name="tiny", limits=RequestLimits(context=256, answers=8))
+    return Protocol(catalogue(loaded, context=256, answers=8))
 
 
 def read(protocol: Protocol, *, is_chat: bool = True, query: dict[str, str] | None = None, **fields: Any) -> Asked:
@@ -176,7 +177,7 @@ def test_an_address_is_checked_as_a_body_is(protocol: Protocol, query: dict[str,
 
 def test_a_named_budget_of_the_body_takes_precedence_over_the_address(loaded: LoadedModel) -> None:
     limits = RequestLimits(context=256, answers=8, efforts={"low": 3})
-    protocol = Protocol(loaded, name="tiny", limits=limits)
+    protocol = Protocol(Catalogue(ServedModel("tiny", loaded, limits, ABOUT)))
     for fields, budget in (({}, 7), ({"reasoning_effort": "low"}, 3), ({"budget": None}, 7), ({"budget": 1}, 1)):
         asked = read(protocol, query={"budget": "7"}, **fields)
         assert {answer.settings.budget for answer in asked.answers} == {budget}

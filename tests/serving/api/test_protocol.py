@@ -12,9 +12,8 @@ from transformers import PreTrainedTokenizerFast
 from l2d_jax.data.tokenizer import byte_tokenizer
 from l2d_jax.decoding.loaded_model import LoadedModel
 from l2d_jax.errors import InputError
-from l2d_jax.serving.api.limits import RequestLimits
 from l2d_jax.serving.api.protocol import Asked, Protocol
-from tests.support.served import talking_model
+from tests.support.served import catalogue, talking_model
 
 MESSAGES = [{"role": "user", "content": "Hi"}]
 EFFORTS = {"low": 3, "high": 15}
@@ -27,7 +26,7 @@ def loaded() -> LoadedModel:
 
 @pytest.fixture(scope="module")
 def protocol(loaded: LoadedModel) -> Protocol:
-    return Protocol(loaded, name="tiny", limits=RequestLimits(context=256, answers=64, efforts=EFFORTS))
+    return Protocol(catalogue(loaded, context=256, answers=64, efforts=EFFORTS))
 
 
 def read(protocol: Protocol, *, is_chat: bool = True, **fields: Any) -> Asked:
@@ -89,7 +88,7 @@ def test_an_effort_is_a_budget(protocol, loaded):
     assert read(protocol, reasoning_effort="high", budget=7).answers[0].settings.budget == 7
     assert read(protocol).answers[0].settings.budget == loaded.defaults.budget
     assert "must be one of low, high, got 'medium'" in refusal(protocol, reasoning_effort="medium")
-    without = Protocol(loaded, name="tiny", limits=RequestLimits(context=256))
+    without = Protocol(catalogue(loaded, context=256))
     assert "give a budget" in refusal(without, reasoning_effort="low")
 
 
@@ -122,7 +121,7 @@ def with_bos(*, end: str = "") -> PreTrainedTokenizerFast:
 
 def test_a_raw_completion_begins_as_its_tokenizer_writes_it(loaded):
     """As vLLM and llama.cpp have it; token ids stay as they are, and a chat template writes its own beginning."""
-    protocol = Protocol(dataclasses.replace(loaded, tokenizer=with_bos()), name="tiny", limits=RequestLimits())
+    protocol = Protocol(catalogue(dataclasses.replace(loaded, tokenizer=with_bos())))
 
     def ids(**fields: Any) -> list[list[int]]:
         return [list(answer.prompt.ids) for answer in read(protocol, is_chat="messages" in fields, **fields).answers]
@@ -131,9 +130,7 @@ def test_a_raw_completion_begins_as_its_tokenizer_writes_it(loaded):
     assert ids(prompt=["a", "b"]) == [[256, 97], [256, 98]]
     assert ids(prompt=[97, 98]) == [[97, 98]]
     assert ids(messages=MESSAGES)[0][0] == 257
-    ended = Protocol(
-        dataclasses.replace(loaded, tokenizer=with_bos(end="<|im_end|>")), name="tiny", limits=RequestLimits()
-    )
+    ended = Protocol(catalogue(dataclasses.replace(loaded, tokenizer=with_bos(end="<|im_end|>"))))
     assert list(read(ended, is_chat=False, prompt="ab").answers[0].prompt.ids) == [256, 97, 98, 258]
 
 
@@ -150,7 +147,7 @@ def test_conversations_go_to_the_template_as_they_are(protocol):
     )
     own = byte_tokenizer()
     own.chat_template = template + "{{ m.name }}{{ m.tool_call_id }}<|im_end|>{% endfor %}"
-    tools = Protocol(dataclasses.replace(protocol._loaded, tokenizer=own), name="tiny", limits=RequestLimits())
+    tools = Protocol(catalogue(dataclasses.replace(protocol.models.get("").loaded, tokenizer=own)))
     [answer] = read(tools, messages=[*MESSAGES, calls, tool]).answers
     assert own.decode(answer.prompt.ids) == "userHi<|im_end|>assistant1<|im_end|>tool2add1<|im_end|>"
     assert "image" in refusal(
