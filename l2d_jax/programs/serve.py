@@ -58,7 +58,7 @@ def run(options: Namespace, key: str | None, operator_key: str | None) -> None:
     draws = options.max_draws or max(DRAWS, *(own.draws for own in chosen))
     budget = options.max_budget or max(BUDGET, *(own.budget for own in chosen))
     limits = RequestLimits(context=context, answers=options.queue, budget=budget, draws=draws)
-    offers = Offers(limits, options.efforts)
+    offers = Offers(limits, options.efforts, has_paths=bool(options.path or operator_key))
     for own, path in zip(chosen, [folder, *paths], strict=True):
         offers.check_defaults(own, str(path.path))
         offers.efforts_for(own, path.path_config)

@@ -29,6 +29,7 @@ class Offers:
 
     limits: RequestLimits  # without efforts
     efforts: Mapping[str, int] | None  # as the operator has set them; None: those of `EFFORTS` that can be spent
+    has_paths: bool = False  # whether the first model is a base, whose budget is 1, for paths that can spend more
 
     def check_defaults(self, own: DecodeConfig, name: str) -> None:
         """Raise `InputError` for a model whose own options are beyond the limits."""
@@ -52,18 +53,18 @@ class Offers:
 
     def efforts_for(self, settings: DecodeConfig, path: PathConfig | None) -> Mapping[str, int]:
         """The budgets of reasoning efforts; raises `InputError` for a budget that cannot be spent."""
-        most = self.limits.budget
-        if self.efforts is None:
-            kept = {name: budget for name, budget in EFFORTS.items() if budget <= most}
-            return {name: budget for name, budget in kept.items() if _is_spendable(budget, settings, path)}
-        for name, budget in self.efforts.items():
+        most, given = self.limits.budget, self.efforts or {}
+        for name, budget in given.items():
             require(budget <= most, f"--efforts {name}={budget} exceeds --max_budget {most}: raise that")
+        if self.efforts is None or (path is None and self.has_paths):
+            wished = {name: budget for name, budget in (given or EFFORTS).items() if budget <= most}
+            return {name: budget for name, budget in wished.items() if _is_spendable(budget, settings, path)}
+        for name, budget in given.items():
             try:
                 check_settings(replace(settings, budget=budget), path)
             except InputError as error:
-                if path is not None:
-                    raise InputError(f"--efforts {name}={budget}: {error}") from None
-        return self.efforts
+                raise InputError(f"--efforts {name}={budget}: {error}") from None
+        return given
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ class PathOpener:
 
     def open(self, name: str, folder: str) -> ServedModel:
         """Read a path, to be served under a name; raises `InputError` for one that does not belong to the base."""
-        found = find_path(name, folder, self.base)
+        found = find_path(name, folder, self.base, served=self.models.get("").name)
         self._check_memory(name, found)
         self.offers.check_defaults(found.defaults, folder)
         path, step = load_path(found, self.base, self.mesh)
@@ -97,11 +98,13 @@ class PathOpener:
         require_memory(needs, f"--lanes, or the number of paths without {name}")
 
 
-def find_path(name: str, folder: str, base: BaseFiles) -> Folder:
-    """Find a path that was trained on this base, before its weights are read; raises `InputError`."""
+def find_path(name: str, folder: str, base: BaseFiles, *, served: str) -> Folder:
+    """Find a path on the base called `served`, before its weights are read; raises `InputError`."""
     check_name(name)
     found = find(folder)
     require(found.path_config is not None, f"{folder} has no diffusion path: give a folder that has one")
+    is_random = found.trained is not None and found.trained.model.name == "random"
+    require(not is_random, f"{folder} was trained on random weights, which are not stored: give a path on {served}")
     check_base(found, base)
     return found
 
@@ -111,7 +114,7 @@ def check_paths(paths: Sequence[tuple[str, str]], base: BaseFiles, *, served: st
     names = [served, *(name for name, _ in paths)]
     for name in names:
         require(names.count(name) == 1, f"two models are called {name!r}: give each --path another name")
-    return [find_path(name, folder, base) for name, folder in paths]
+    return [find_path(name, folder, base, served=served) for name, folder in paths]
 
 
 def _is_spendable(budget: int, settings: DecodeConfig, path: PathConfig | None) -> bool:

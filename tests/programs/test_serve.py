@@ -10,6 +10,7 @@ import httpx2 as httpx
 import pytest
 
 from l2d_jax import serve
+from l2d_jax.loading import load
 from tests.support.programs import ROOT, call, remove_tokenizer, write_base, write_model
 
 
@@ -69,3 +70,40 @@ def test_what_cannot_be_served(tmp_path, mesh, monkeypatch):
     monkeypatch.delenv("L2D_JAX_API_KEY")
     remove_tokenizer(base)
     assert "has no tokenizer" in call(serve.main, "--model", base).error
+
+
+@pytest.mark.slow
+def test_paths_on_one_base(tmp_path, mesh):
+    """Each answers as it does alone; the operator adds one, and a path of another base is refused."""
+    base = write_base(tmp_path / "base")
+    first, second = (write_model(tmp_path / name, base, mesh, seed=seed) for name, seed in (("one", 3), ("two", 4)))
+    other = write_model(tmp_path / "other", write_base(tmp_path / "theirs", seed=7), mesh)
+    options = ["--model", base, "--port", "0", "--dtype", "float32"]
+    for paths, problem in (
+        ([f"math={other}"], "is not the one that it was trained on (weights"),
+        ([f"math={base}"], "has no diffusion path"),
+        ([f"math={first}", f"math={second}"], "two models are called 'math'"),
+        ([f"a b={first}"], "the name of a path has"),
+        (["math"], "names no path"),
+    ):
+        arguments = [word for path in paths for word in ("--path", path)]
+        assert problem in call(serve.main, *options, *arguments).error
+    assert "it as --path" in call(serve.main, "--model", first, "--path", f"math={second}").error
+    question = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 12, "budget": 3, "seed": 1}
+    wanted = [
+        load(folder, dtype="float32").generate("Hi", max_new_tokens=12, budget=3, seed=1) for folder in (first, second)
+    ]
+    command = [sys.executable, "-m", "l2d_jax.serve", *options, "--path", f"math={first}"]
+    environment = {**os.environ, "L2D_JAX_OPERATOR_KEY": "secret"}
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, env=environment) as server:
+        try:
+            url = server.stdout.readline().split()[-1]
+            headers = {"Authorization": "Bearer secret"}
+            for path, status in ((other, 400), (second, 201)):
+                body = {"name": "code", "path": str(path)}
+                assert httpx.post(f"{url}/v1/paths", json=body, headers=headers, timeout=60).status_code == status
+            for name, text in zip(("math", "code"), wanted, strict=True):
+                reply = httpx.post(f"{url}/v1/chat/completions", json=question | {"model": name}, timeout=120).json()
+                assert reply["choices"][0]["message"]["content"] == text
+        finally:
+            server.kill()

@@ -138,11 +138,11 @@ def open_base(config: ModelConfig, mesh: Mesh, *, seed: int = 0) -> Base:
     return Base(found.load(dtype=config.dtype, mesh=mesh, seed=seed), found.tokenizer, found.stop_ids)
 
 
-def write_model(folder: Path, base: Path, mesh: Mesh, **changes: Any) -> Path:
+def write_model(folder: Path, base: Path, mesh: Mesh, *, seed: int = 0, **changes: Any) -> Path:
     """A model folder with a path that says something else than its base."""
     shutil.copytree(base, folder)
     llm = open_base(ModelConfig(name=str(base), dtype="float32"), mesh).llm
-    path = tiny.randomise(model_folder.new_path(dataclasses.replace(PATH, **changes), llm, mesh, seed=0))
+    path = tiny.randomise(model_folder.new_path(dataclasses.replace(PATH, **changes), llm, mesh, seed=0), seed=seed)
     path = dataclasses.replace(path, merge=jax.tree.map(lambda leaf: 10 * leaf, path.merge))
     fingerprint = base_model.find_base(ModelConfig(name=str(base))).fingerprint
     model_folder.save_path(folder, path, base=str(base), base_fingerprint=fingerprint)
