@@ -10,70 +10,42 @@ from typing import Any
 
 import pytest
 
-from l2d_jax.config.schema import DecodeConfig
 from l2d_jax.decoding.loaded_model import LoadedModel
 from l2d_jax.errors import InputError
 from l2d_jax.model.l2d import Model
 from l2d_jax.serving.access import Access
-from l2d_jax.serving.api.limits import RequestLimits
-from l2d_jax.serving.api.protocol import Protocol
-from l2d_jax.serving.app import ServerApp
-from l2d_jax.serving.engine import Engine
 from l2d_jax.serving.models import Catalogue, ServedModel
-from tests.support import tiny
-from tests.support.served import ABOUT, CONTEXT, listening, talking_model
 
 QUESTION = [{"role": "user", "content": "Hi"}]
 OPERATOR = "operator"
 
 
-def on_base(base: LoadedModel, seed: int, **changes: Any) -> LoadedModel:
-    """A path on the base's language model."""
-    path = tiny.randomise(talking_model(**changes).model.path, seed=seed)
-    defaults = DecodeConfig(budget=3, max_new_tokens=16)
-    model = Model(llm=base.model.llm, path=path, table=None)
-    return dataclasses.replace(base, model=model, defaults=defaults, is_copied=False)
-
-
-def served(name: str, loaded: LoadedModel) -> ServedModel:
-    return ServedModel(name, loaded, RequestLimits(context=CONTEXT), ABOUT | {"id": name})
-
-
 @pytest.fixture(scope="module")
 def base() -> LoadedModel:
-    whole = talking_model()
-    plain = Model.build(whole.model.llm, None)
-    return dataclasses.replace(whole, model=plain, defaults=DecodeConfig(budget=1, solver="euler", max_new_tokens=16))
+    return talking_base()
 
 
 @pytest.fixture(scope="module")
 def paths(base: LoadedModel) -> dict[str, LoadedModel]:
     """Two that share lanes, and one that reads the context itself."""
-    return {"math": on_base(base, 11), "code": on_base(base, 12), "reading": on_base(base, 13, reader="path")}
+    seeds = {"math": 11, "code": 12}
+    sharing = {name: talking_path(base, seed) for name, seed in seeds.items()}
+    return sharing | {"reading": talking_path(base, 13, reader="path")}
 
 
 @pytest.fixture(scope="module")
 def url(base: LoadedModel, paths: dict[str, LoadedModel]) -> Iterator[str]:
-    models = Catalogue(served("base", base))
+    models = Catalogue(served(base, name="base"))
     for name, loaded in paths.items():
-        models.add(served(name, loaded))
+        models.add(served(loaded, name=name))
 
     def load_path(name: str, place: str) -> ServedModel:
         if place not in paths:
             raise InputError(f"{place} has no diffusion path: give a folder that has one")
-        return served(name, paths[place])
+        return served(paths[place], name=name)
 
-    engine, options = Engine(lanes=4, queue=64), {"seconds": 300.0, "longest_body": 2**16}
-    access = Access(operator_key=OPERATOR)
-    app = ServerApp(engine, Protocol(models), access=access, load_path=load_path, **options)
-    decoding = threading.Thread(target=engine.run)
-    decoding.start()
-    try:
-        with listening(app.routes()) as address:
-            yield address
-    finally:
-        engine.close()
-        decoding.join()
+    with serving(models, access=Access(operator_key=OPERATOR), load_path=load_path) as address:
+        yield address
 
 
 def ask(url: str, route: str, *, method: str = "GET", key: str | None = None, body: Any = None) -> tuple[int, Any]:
@@ -167,12 +139,12 @@ def test_the_operator_loads_and_drops_paths(url: str, paths: dict[str, LoadedMod
 
 
 def test_a_dropped_path_finishes_its_answers(base: LoadedModel, paths: dict[str, LoadedModel]) -> None:
-    models = Catalogue(served("base", base))
-    first = models.add(served("a", paths["math"]))
-    second = models.add(served("b", paths["code"]))
+    models = Catalogue(served(base, name="base"))
+    first = models.add(served(paths["math"], name="a"))
+    second = models.add(served(paths["code"], name="b"))
     assert first.shared is second.shared is not None
     models.remove("a")
-    assert models.add(served("c", paths["math"])).shared is second.shared
+    assert models.add(served(paths["math"], name="c")).shared is second.shared
     models.remove("b")
     models.remove("c")
-    assert models.add(served("d", paths["math"])).shared is not second.shared  # nothing of the old ones is kept
+    assert models.add(served(paths["math"], name="d")).shared is not second.shared  # nothing of the old ones is kept

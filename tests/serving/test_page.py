@@ -8,7 +8,8 @@ from typing import Any
 import httpx2 as httpx
 import pytest
 
-from tests.support.served import serving, talking_model
+from l2d_jax.serving.models import Catalogue
+from tests.support.served import served, serving, talking_base, talking_model, talking_path
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is in the extra dev")
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -214,3 +215,34 @@ def test_a_model_without_a_path_has_one_side(visit):
     playwright.expect(page.locator(".side:visible")).to_have_count(1)
     assert page.locator(".ramp").is_hidden()
     assert page.get_by_label("Max tokens").input_value() == "64"
+
+
+def test_each_side_chooses_its_path(browser):
+    """The base has one budget; a path keeps the budget of the one before it."""
+    base = talking_base()
+    models = Catalogue(served(base, name="base"))
+    for seed, name in enumerate(("math", "code"), 11):
+        models.add(served(talking_path(base, seed), name=name))
+    with serving(models) as url:
+        context = browser.new_context(viewport={"width": 1280, "height": 800})
+        context.set_default_timeout(300_000)  # programs are compiled
+        page, requests = context.new_page(), []
+        page.on("request", lambda request: requests.append(request))
+        page.goto(url)
+        page.wait_for_selector(".ticks span")
+        first, second = page.get_by_label("Path").nth(0), page.get_by_label("Path").nth(1)
+        assert (first.input_value(), second.input_value()) == ("math", "math")
+        assert page.locator("h2 .value").all_inner_texts() == ["1", "15"]
+        second.select_option("base")
+        assert page.locator("h2 .value").nth(1).inner_text() == "1"
+        assert page.get_by_label("Budget").nth(1).is_disabled()
+        first.select_option("code")
+        second.select_option("code")
+        page.get_by_label("Budget").nth(1).press("End")
+        second.select_option("math")
+        assert page.locator("h2 .value").nth(1).inner_text() == "31"
+        page.get_by_label("Max tokens").fill("8")
+        finish(page)
+        left, right = [request.post_data_json for request in requests if request.method == "POST"]
+        assert [(side["model"], side["budget"]) for side in (left, right)] == [("code", 1), ("math", 31)]
+        context.close()

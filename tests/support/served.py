@@ -5,7 +5,7 @@ import dataclasses
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -45,9 +45,26 @@ def talking_model(**changes: Any) -> LoadedModel:
     return LoadedModel(Model.build(llm, path), words, tuple(tokenizer.stop_ids(words)), defaults)
 
 
-def served(loaded: LoadedModel, **limits: Any) -> ServedModel:
-    """The model as the server's only one."""
-    return ServedModel("tiny", loaded, RequestLimits(**{"context": CONTEXT, **limits}), ABOUT)
+def talking_base() -> LoadedModel:
+    """The language model of `talking_model`."""
+    whole = talking_model()
+    defaults = DecodeConfig(budget=1, solver="euler", max_new_tokens=16)
+    return dataclasses.replace(whole, model=Model.build(whole.model.llm, None), defaults=defaults)
+
+
+def talking_path(base: LoadedModel, seed: int, **changes: Any) -> LoadedModel:
+    """A path on `talking_base`, as a server opens it; `changes` are options of its config."""
+    path = tiny.randomise(talking_model(**changes).model.path, seed=seed)
+    defaults = DecodeConfig(budget=3, max_new_tokens=16)
+    model = Model(llm=base.model.llm, path=path, table=None)
+    return dataclasses.replace(base, model=model, defaults=defaults, is_copied=False)
+
+
+def served(loaded: LoadedModel, *, name: str = "tiny", **limits: Any) -> ServedModel:
+    """The model under a name."""
+    has_path = loaded.model.path is not None
+    about = ABOUT | {"id": name, "has_path": has_path, "budgets": [1, 3, 7, 15, 31] if has_path else [1]}
+    return ServedModel(name, loaded, RequestLimits(**{"context": CONTEXT, **limits}), about)
 
 
 def catalogue(loaded: LoadedModel, **limits: Any) -> Catalogue:
@@ -56,7 +73,7 @@ def catalogue(loaded: LoadedModel, **limits: Any) -> Catalogue:
 
 @contextlib.contextmanager
 def serving(
-    loaded: LoadedModel,
+    loaded: LoadedModel | Catalogue,
     *,
     lanes: int = 4,
     queue: int = 256,
@@ -65,12 +82,14 @@ def serving(
     client_timeout: float = 15.0,
     max_connections: int = 256,
     drain: float = 30.0,
+    load_path: Callable[[str, str], ServedModel] | None = None,
     **limits: Any,
 ) -> Iterator[str]:
-    """Serve a model, and give the address."""
+    """Serve a model, or several, and give the address."""
     engine = Engine(lanes=lanes, queue=queue)
-    protocol = Protocol(catalogue(loaded, answers=queue, **limits))
-    app = ServerApp(engine, protocol, access=access or Access(), seconds=seconds, longest_body=2**16)
+    models = loaded if isinstance(loaded, Catalogue) else catalogue(loaded, answers=queue, **limits)
+    bounds: dict[str, Any] = {"seconds": seconds, "longest_body": 2**16}
+    app = ServerApp(engine, Protocol(models), access=access or Access(), load_path=load_path, **bounds)
     times = {"client_timeout": client_timeout, "drain": drain}
     decoding = threading.Thread(target=engine.run)
     decoding.start()
