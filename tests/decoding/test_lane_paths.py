@@ -30,10 +30,10 @@ def alone(path: Any, prompt: Prompt, settings: DecodeConfig) -> list[int]:
 
 
 def mixed(
-    trained: list[Any], prompts: list[Prompt], chosen: list[DecodeConfig], *, lanes: int
+    trained: list[Any], prompts: list[Prompt], chosen: list[DecodeConfig], *, lanes: int, llm: Any = None
 ) -> tuple[list[list[int]], set[Order]]:
     """The answers to all prompts, each by another path than its neighbours, and the orders of evaluations."""
-    model, answers = Model(llm=tiny.llm(), path=trained[0], table=None), []
+    model, answers = Model(llm=llm or tiny.llm(), path=trained[0], table=None), []
     for number, (prompt, settings) in enumerate(zip(prompts, chosen, strict=True)):
         [answer] = make_answers(Request([prompt], settings, seed=5), model.llm.architecture, trained[0].config)
         answer.number, answer.path = number, trained[number % len(trained)]

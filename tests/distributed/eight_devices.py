@@ -35,6 +35,7 @@ from l2d_jax.training.optimizer import optimizer
 from l2d_jax.training.step import TrainState, init_state, make_step, micro_batches, process_rows
 from l2d_jax.weights import mapping
 from l2d_jax.weights.mapping import LLM_ROWS
+from tests.decoding import test_lane_paths
 from tests.performance import test_lowering
 from tests.support import tiny
 from tests.support.mappings import declarations, theirs
@@ -231,6 +232,23 @@ def test_decoding_gives_the_same_tokens(mesh: Mesh, kind: str, *, is_reading: bo
             tokens.append(np.array(new.ids))
     for found in tokens[1:]:
         np.testing.assert_array_equal(tokens[0], found)
+
+
+def test_paths_share_lanes_on_any_mesh(mesh: Mesh) -> None:
+    """Answers of three paths, some read while others run, evaluated one by one and as a stream."""
+    trained, llm, found = test_lane_paths.paths(), tiny.llm(), []
+    declared = DiffusionPath.declare(trained[0].config, llm.architecture)
+    prompts = test_lane_paths.PROMPTS
+    for m in (mesh, *map(make_mesh, DECODING)):
+        with jax.set_mesh(m):
+            placed = [place(path, declared, m) for path in trained]
+            base = Model.build(place(llm, LLM.declare(llm.architecture, dtype=jnp.float32), m), None).merged().llm
+            answers = []
+            for parallel in ("off", "on"):
+                chosen = [dataclasses.replace(test_lane_paths.SETTINGS, budget=3, parallel=parallel) for _ in prompts]
+                answers.append(test_lane_paths.mixed(placed, prompts, chosen, lanes=2, llm=base)[0])
+        found.append(answers)
+    assert found[1:] == found[:1] * len(DECODING)
 
 
 def test_merging_takes_a_copy_of_the_language_model_where_weights_are_stationary() -> None:
