@@ -32,11 +32,11 @@ def run(options: Namespace, key: str | None) -> None:
     """Load the model, and serve until a signal. Requests must bring `key`, if there is one."""
     try:
         from l2d_jax.serving.access import Access
-        from l2d_jax.serving.app import ServerApp
-        from l2d_jax.serving.connections import make_server
-        from l2d_jax.serving.engine import KINDS, Engine
         from l2d_jax.serving.api.limits import BUDGET, DRAWS, RequestLimits
         from l2d_jax.serving.api.protocol import Protocol
+        from l2d_jax.serving.app import ServerApp
+        from l2d_jax.serving.connections import make_server
+        from l2d_jax.serving.engine import GROUPS, Engine
     except ImportError as error:
         raise InputError(f"a library of the server is missing ({error.name}): pip install 'l2d_jax[serve]'") from None
     access = Access(options.host, options.allow_host, options.allow_origin, key)
@@ -56,7 +56,7 @@ def run(options: Namespace, key: str | None) -> None:
     require(own.budget <= budget and own.draws <= draws, f"{problem}: raise --max_budget or --max_draws to them")
     efforts = _efforts(options.efforts, own, path, most=budget)
     limits = RequestLimits(context=context, answers=options.queue, budget=budget, draws=draws, efforts=efforts)
-    llm, rows = LLM.declare(base.architecture, dtype=folder.base.dtype), KINDS * options.lanes + 1
+    llm, rows = LLM.declare(base.architecture, dtype=folder.base.dtype), GROUPS * options.lanes + 1
     remedy, settings = "--lanes, --context or --max_draws", replace(own, draws=draws)
     check_decoding_memory(llm, path, settings, rows=rows, longest=context, remedy=remedy)
     loaded = load(

@@ -21,10 +21,11 @@ from starlette.types import Receive, Scope, Send
 from l2d_jax.decoding.requests import Piece
 from l2d_jax.errors import InputError, shown
 from l2d_jax.serving.access import Access, AccessGate
-from l2d_jax.serving.engine import Engine, PieceWork, Work
-from l2d_jax.serving.failures import explain, respond
 from l2d_jax.serving.api.protocol import Asked, Protocol
 from l2d_jax.serving.api.replies import Reply, event
+from l2d_jax.serving.engine import Engine
+from l2d_jax.serving.failures import explain, respond
+from l2d_jax.serving.work import PieceWork, Work
 
 PAGE = Path(__file__).with_name("page.html")
 READERS = 4  # number of requests that are read at a time: checked, tokenised, formats compiled

@@ -7,7 +7,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse
 
 from l2d_jax.errors import LONGEST_LINE, InputError, shorten
-from l2d_jax.serving.engine import EndingError, FullError
+from l2d_jax.serving.work import EndingError, FullError
 
 KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 

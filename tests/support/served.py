@@ -19,11 +19,11 @@ from l2d_jax.model.diffusion_path import DiffusionPath
 from l2d_jax.model.l2d import Model
 from l2d_jax.model.llm import LLM
 from l2d_jax.serving.access import Access
+from l2d_jax.serving.api.limits import RequestLimits
+from l2d_jax.serving.api.protocol import Protocol
 from l2d_jax.serving.app import ServerApp
 from l2d_jax.serving.connections import make_server
 from l2d_jax.serving.engine import Engine
-from l2d_jax.serving.api.limits import RequestLimits
-from l2d_jax.serving.api.protocol import Protocol
 from tests.support import tiny
 
 CONTEXT = 1024
