@@ -18,7 +18,8 @@ from l2d_jax.distributed import sharding
 
 SHORTEST_BUCKET = 32  # tokens
 # Where requests arrive one at a time, buckets are few, since prompts and answers of all lengths meet in the same lanes.
-SHORTEST_SERVED = 64  # tokens
+SHORTEST_SERVED = 64  # tokens that a prompt is padded to
+LANE_BUCKETS = (256, 1024)  # tokens; larger ones are powers of 2
 CHUNK = 8  # tokens decoded between two pieces of output; the slots for an answer are a multiple of it
 LONG = 16  # evaluations; a token that takes more is a chunk by itself, so that others do not wait for a whole chunk
 SAMPLES = (1, 2, 4, 8, 16, 128, 1024, 4096)  # numbers of noise samples for which programs are compiled
@@ -46,19 +47,22 @@ class _Program:
     def __init__(self, function: Any) -> None:
         self.function = function
         self._lock = threading.Lock()  # several threads may want the program at the same time; one of them compiles it
-        self._is_compiled = False
+        self._compiled: set[Hashable] = set()  # places of arguments for which it is compiled
 
     def prepare(self, arguments: Any, named: dict[str, Any]) -> None:
         """Compile the program now, if it is new and a pause is set. While another function is traced, do nothing."""
-        pause = _PAUSE.get()
-        if self._is_compiled or pause is None:
+        if (pause := _PAUSE.get()) is None:
             return
-        if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((arguments, named))):
+        leaves = jax.tree.leaves((arguments, named))
+        arrays = [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
+        if any(isinstance(leaf, jax.core.Tracer) for leaf in arrays):
             return
-        with pause(), self._lock:
-            if not self._is_compiled:
-                self.function.lower(*arguments, **named).compile()  # the call finds this program
-                self._is_compiled = True
+        places = tuple((array.sharding, array.committed) for array in arrays)
+        if places not in self._compiled:
+            with pause(), self._lock:
+                if places not in self._compiled:
+                    self.function.lower(*arguments, **named).compile()  # the call finds this program
+                    self._compiled.add(places)
 
 
 class Programs:
@@ -134,13 +138,13 @@ def answer_slots(tokens: int) -> int:
 
 
 def prompt_bucket(tokens: int) -> int:
-    """The number of cache slots for a prompt, where requests arrive one at a time: a power of 2."""
+    """The number of tokens to which a prompt is padded to be read, where requests arrive one at a time."""
     return max(SHORTEST_SERVED, 1 << (tokens - 1).bit_length())
 
 
-def answer_bucket(tokens: int) -> int:
-    """The number of cache slots for an answer, where requests arrive one at a time: 64, 256, 1024 or a power of 2."""
-    return next((size for size in (64, 256) if size >= tokens), max(1024, prompt_bucket(tokens)))
+def lane_bucket(tokens: int) -> int:
+    """The slots for the longest prompt, or the longest answer, of all lanes, where requests arrive one at a time."""
+    return next((size for size in LANE_BUCKETS if size >= tokens), prompt_bucket(tokens))
 
 
 def pad(

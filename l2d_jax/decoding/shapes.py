@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from l2d_jax.decoding.buckets import answer_bucket, prompt_bucket
+from l2d_jax.decoding.buckets import lane_bucket, prompt_bucket
 from l2d_jax.decoding.refinement.stages import SIZES, room_for
 from l2d_jax.decoding.requests import Answer
 
@@ -20,13 +20,14 @@ class Shape(NamedTuple):
 
     @classmethod
     def of(cls, answer: Answer) -> "Shape":
-        """The shape of an answer alone."""
+        """The shape in which the prompt of an answer is read."""
         settings = answer.settings
-        sizes = prompt_bucket(len(answer.prompt.ids)), answer_bucket(settings.max_new_tokens)
+        sizes = prompt_bucket(len(answer.prompt.ids)), lane_bucket(settings.max_new_tokens)
         options = answer.grammar is not None, answer.restrictions.has_penalties, answer.is_scored
         return cls(*sizes, room_for(min(settings.budget, SIZES[-1])), *options)
 
     @classmethod
     def together(cls, shapes: Iterable["Shape"]) -> "Shape":
-        """The shape of several answers in the same lanes."""
-        return cls(*map(max, zip(*shapes, strict=True)))
+        """The shape of answers that share lanes."""
+        slots, *others = map(max, zip(*shapes, strict=True))
+        return cls(lane_bucket(slots), *others)

@@ -1,14 +1,12 @@
 """Serves a model over HTTP until a signal."""
 
 import contextlib
-import os
-import signal
 import socket
-import threading
+import time
 from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 
@@ -25,11 +23,15 @@ from l2d_jax.model.llm import LLM
 
 BUDGETS = (1, 3, 7, 15, 31)  # budgets that the page offers
 EFFORTS = {"none": 1, "low": 3, "medium": 7, "high": 15}  # offered if the model can spend them
-GRACE = 5.0  # seconds after the last connection in which running computations may finish
 
 
 def run(options: Namespace, key: str | None) -> None:
     """Load the model, and serve until a signal. Requests must bring `key`, if there is one."""
+    with contextlib.ExitStack() as stack:
+        _serve(options, key, stack)
+
+
+def _serve(options: Namespace, key: str | None, stack: contextlib.ExitStack) -> None:
     try:
         from l2d_jax.serving.access import Access
         from l2d_jax.serving.api.limits import BUDGET, DRAWS, RequestLimits
@@ -37,12 +39,19 @@ def run(options: Namespace, key: str | None) -> None:
         from l2d_jax.serving.app import ServerApp
         from l2d_jax.serving.connections import make_server
         from l2d_jax.serving.engine import GROUPS, Engine
+        from l2d_jax.serving.front import Front, Readiness
+        from l2d_jax.serving.process import listening
+        from l2d_jax.serving.warm_up import WarmUp, usual_requests
     except ImportError as error:
         raise InputError(f"a library of the server is missing ({error.name}): pip install 'l2d_jax[serve]'") from None
     access = Access(options.host, options.allow_host, options.allow_origin, key)
     folder = find(options.workdir or options.model, dtype=options.dtype, **command_line.tokenizer_options(options))
     with explained(f"{options.host}:{options.port} cannot be listened on", "choose another --host or --port"):
-        listening = socket.create_server((options.host, options.port))
+        opened = socket.create_server((options.host, options.port))
+    front = Front(readiness := Readiness())
+    times = {"client_timeout": options.client_timeout, "drain": options.drain}
+    server = make_server(front, max_connections=options.max_connections, **times)
+    decode = stack.enter_context(listening(server, [opened], drain=options.drain))
     runtime.start_jax(MeshConfig())
     require(jax.process_count() == 1, "a server is one process: start it on one host alone")
     base = folder.find_base()
@@ -70,12 +79,17 @@ def run(options: Namespace, key: str | None) -> None:
     about |= {"max_tokens": context // 2, "has_path": path is not None, "max_budget": budget, "max_draws": draws}
     about |= {"efforts": dict(efforts)}
     bounds: dict[str, Any] = {"seconds": options.timeout, "longest_body": 1024 * options.max_body}
-    app = ServerApp(engine, protocol, access=access, about=about, **bounds)
-    times = {"client_timeout": options.client_timeout, "drain": options.drain}
-    server = make_server(app.routes(), max_connections=options.max_connections, **times)
-    host, port = listening.getsockname()[:2]
+    front.app = ServerApp(engine, protocol, access=access, about=about, **bounds).routes()
+    began, usual = time.monotonic(), usual_requests(own, model=name, context=context)
+
+    def prepare() -> None:
+        WarmUp(engine, protocol, readiness=readiness).run(usual if options.warm_up == "usual" else [])
+        if readiness.is_ready:
+            print(f"ready after {time.monotonic() - began:.0f} s", flush=True)
+
+    host, port = opened.getsockname()[:2]
     print(f"serving {name} at http://{host}:{port}", flush=True)
-    _serve(engine, server, listening, drain=options.drain)
+    decode(engine, prepare)
 
 
 def _is_spendable(budget: int, settings: DecodeConfig, path: PathConfig | None) -> bool:
@@ -100,43 +114,3 @@ def _efforts(
             raise InputError(f"--efforts {name}={budget}: {error}") from None
         require(budget <= most, f"--efforts {name}={budget} exceeds --max_budget {most}: raise that")
     return given
-
-
-def _serve(engine: Any, server: Any, listening: socket.socket, *, drain: float) -> None:
-    """Decode in this thread, and serve HTTP in another one, until a signal ends both."""
-
-    def leave(status: int) -> NoReturn:
-        with contextlib.suppress(OSError):
-            print("ended while the devices were computing what nobody waits for", flush=True)
-        os._exit(status)
-
-    def leave_after(seconds: float, status: int) -> None:
-        timer = threading.Timer(seconds, leave, [status])
-        timer.daemon = True
-        timer.start()
-
-    def listen() -> None:
-        try:
-            server.run(sockets=[listening])
-        finally:
-            engine.close()
-            leave_after(GRACE, 0)
-
-    def end(*_: Any) -> None:
-        if server.should_exit:
-            os._exit(1)
-        with contextlib.suppress(OSError):
-            print(f"ending within {drain:g} s: requests under way are answered first", flush=True)
-        server.should_exit = True
-        leave_after(drain + 2 * GRACE, 1)
-
-    former = {number: signal.signal(number, end) for number in (signal.SIGINT, signal.SIGTERM)}
-    thread = threading.Thread(target=listen)
-    thread.start()
-    try:
-        engine.run()
-    finally:
-        server.should_exit = True
-        thread.join()
-        for number, handler in former.items():
-            signal.signal(number, handler)

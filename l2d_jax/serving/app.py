@@ -82,7 +82,6 @@ class ServerApp:
         """The ASGI application."""
         routes = [
             Route("/", lambda _: FileResponse(PAGE)),
-            Route("/health", lambda _: JSONResponse({"status": "ok"})),
             Route("/metrics", self._metrics),
             Route("/v1/models", self._models),
             Route("/v1/models/{name:path}", self._models),

@@ -8,7 +8,7 @@ from l2d_jax.decoding.requests import Answer, Piece
 from l2d_jax.decoding.trace import TokenTrace
 from l2d_jax.errors import contained
 
-PATIENCE = 5  # seconds after which a client may retry if the engine is ending
+PATIENCE = 5  # seconds after which a client may retry if the server is starting or ending
 
 
 class FullError(Exception):
@@ -24,6 +24,13 @@ class EndingError(FullError):
 
     def __init__(self) -> None:
         super().__init__(PATIENCE, problem="this server is ending")
+
+
+class StartingError(FullError):
+    """The model is not loaded yet."""
+
+    def __init__(self) -> None:
+        super().__init__(PATIENCE, problem="this server is starting")
 
 
 class Kind(NamedTuple):

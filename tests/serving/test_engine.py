@@ -26,7 +26,7 @@ from l2d_jax.serving import group as groups
 from l2d_jax.serving.engine import Engine
 from l2d_jax.serving.work import EndingError, FullError, Work
 from tests.decoding.test_programs import live_programs
-from tests.support.served import talking_model
+from tests.support.served import run_in_mesh, talking_model
 
 PLAIN = DecodeConfig(budget=1, max_new_tokens=8)
 WAIT = 300  # seconds, for programs to be compiled on a busy machine
@@ -36,10 +36,18 @@ _numbers = itertools.count()
 class Client:
     """Asks for one answer, and keeps what it is told."""
 
-    def __init__(self, loaded: LoadedModel, settings: DecodeConfig = PLAIN, *, ids: Any = b"hello", **options: Any):
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        settings: DecodeConfig = PLAIN,
+        *,
+        ids: Any = b"hello",
+        label: int | None = None,
+        **options: Any,
+    ):
         restrictions = Restrictions(**options)
         self.request = Request(
-            [Prompt(0, list(ids))], settings, restrictions=restrictions, tokenizer=loaded.tokenizer, stop_ids=()
+            [Prompt(0, list(ids), label)], settings, restrictions=restrictions, tokenizer=loaded.tokenizer, stop_ids=()
         )
         architecture, path = loaded.model.llm.architecture, path_config(loaded.model)
         [answer] = make_answers(self.request, architecture, path, first=next(_numbers))
@@ -78,7 +86,7 @@ def loaded() -> LoadedModel:
 def running(loaded: LoadedModel, **options: Any) -> Iterator[Engine]:
     """An engine that answers in another thread."""
     engine = Engine(loaded, **{"lanes": 2, "queue": 64, **options})
-    thread = threading.Thread(target=engine.run)
+    thread = threading.Thread(target=run_in_mesh, args=[engine])
     thread.start()
     try:
         yield engine
