@@ -14,7 +14,7 @@ import resource
 
 from l2d_jax import command_line, console
 from l2d_jax.config import ranges
-from l2d_jax.config.choices import DTYPES
+from l2d_jax.config.choices import DTYPES, WARM_UPS
 from l2d_jax.errors import require
 
 KEY, OPERATOR_KEY = "L2D_JAX_API_KEY", "L2D_JAX_OPERATOR_KEY"
@@ -61,6 +61,8 @@ def make_parser() -> command_line.Parser:
     parser.add_argument("--client_timeout", type="Seconds", default=15.0, help=limit)
     parser.add_argument("--max_connections", type="Count", default=256, help="largest number of open connections")
     parser.add_argument("--drain", type="Seconds", default=30.0, help="seconds to finish running requests at the end")
+    usual = "programs to compile before /health says that the server is ready: those of usual requests, or none"
+    parser.add_argument("--warm_up", choices=WARM_UPS, default=WARM_UPS[0], help=usual)
     name = "another name of this server, for requests that use it; *: any name"
     parser.add_argument("--allow_host", action="append", default=[], metavar="NAME", help=name)
     origin = "origin of web pages that may use this server, such as https://chat.example; *: any origin"

@@ -26,20 +26,16 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source launch/command.sh
+source launch/kubernetes.sh
 source launch/slices.sh
 
 action='' name='' type='' image='' cluster='' restarts=50 spot='' account='' claim='' place=() variables=() secrets=()
 mount=/mnt/shared
 
-# check_name OPTION NAME: of a thing in the cluster.
-check_name() {
-  [[ $2 =~ ^[a-z0-9]([a-z0-9.-]*[a-z0-9])?$ ]] || _l2d_refuse "$1 takes the name of one that is in the cluster, got '$2'"
-}
-
 while (($#)); do
   case $1 in
     --type | --image | --cluster | --project | --zone | --restarts | --env) _l2d_value "$@" ;;
-    --secret | --service-account | --volume) _l2d_value "$@" && check_name "$@" ;;
+    --secret | --service-account | --volume) _l2d_value "$@" && _l2d_check_name "$@" ;;
   esac
   case $1 in
     --type) type=$2 && shift ;;
@@ -76,7 +72,7 @@ esac
 [[ $name =~ ^[a-z]([a-z0-9-]{0,38}[a-z0-9])?$ ]] \
   || _l2d_refuse "a run's NAME is of up to 40 small letters, digits and dashes, got '$name'"
 [[ -n $type ]] || _l2d_refuse "$action needs --type TYPE, such as v6e-16"
-[[ $image =~ ^[A-Za-z0-9][A-Za-z0-9._:/@-]*$ ]] || _l2d_refuse "$action needs --image IMAGE, got '$image'"
+_l2d_check_image "$action" "$image"
 [[ $restarts =~ ^[0-9]+$ ]] || _l2d_refuse "--restarts takes a number, got '$restarts'"
 if [[ $action == xpk ]]; then
   [[ -n $cluster ]] || _l2d_refuse "xpk needs --cluster CLUSTER"
@@ -99,35 +95,16 @@ if [[ " ${variables[*]-}" != *" JAX_PLATFORMS="* ]]; then
   variables=("JAX_PLATFORMS=$JAX_PLATFORMS" ${variables[@]+"${variables[@]}"})
 fi
 
-# A YAML string. Kubernetes reads "$" in it: two stand for one.
-yaml() {
-  if [[ $1 == *[[:cntrl:]]* ]]; then _l2d_refuse "control characters cannot be handed on, got $(printf %q "$1")"; fi
-  local text=${1//\\/\\\\}
-  text=${text//\"/\\\"}
-  printf '"%s"' "${text//\$/\$\$}"
-}
-
-# Refuses what the cluster lacks: pods that name it would wait for ever, on nodes that cost money.
+# What a job needs of the cluster.
 check_cluster() {
-  local things=(${secrets[@]+"${secrets[@]/#/secret/}"}) missing
+  local things=(${secrets[@]+"${secrets[@]/#/secret/}"})
   if [[ -n $account ]]; then things+=("serviceaccount/$account"); fi
   if [[ -n $claim ]]; then things+=("persistentvolumeclaim/$claim"); fi
-  ((${#things[@]})) || return 0
-  missing=$(kubectl get --output=name "${things[@]}" 2>&1 >/dev/null | grep --max-count=1 NotFound || true)
-  [[ -z $missing ]] || _l2d_refuse "create it in the cluster first: ${missing#*: }"
-}
-
-# A YAML list.
-list() {
-  local IFS=,
-  printf '[%s]' "$*"
+  _l2d_check_cluster ${things[@]+"${things[@]}"}
 }
 
 jobset() {
-  local text word arguments=() environment=() from=() nodes='on nodes of any price' mounted='none other' volume='none other'
-  for word in "${program[@]}"; do arguments+=("$(yaml "$word")"); done
-  for word in "${variables[@]}"; do environment+=("{name: ${word%%=*}, value: $(yaml "${word#*=}")}"); done
-  for word in ${secrets[@]+"${secrets[@]}"}; do from+=("{secretRef: {name: \"$word\"}}"); done
+  local text nodes='on nodes of any price' mounted='none other' volume='none other'
   if [[ -n $spot ]]; then nodes=$'spot nodes alone\n                cloud.google.com/gke-spot: "true"'; fi
   if [[ -n $claim ]]; then
     mounted=$'the workdir\n                    - {name: workdir, mountPath: '$mount'}'
@@ -146,15 +123,11 @@ jobset() {
   text=${text//__HOST_NETWORK__/$([[ -n $account ]] && echo false || echo true)}
   text=${text//__MOUNT__/$mounted}
   text=${text//__VOLUME__/$volume}
-  text=${text//__SECRETS__/$(list ${from[@]+"${from[@]}"})}
-  text=${text//__VARIABLES__/$(list "${environment[@]}")}
-  text=${text//__ARGUMENTS__/$(list "${arguments[@]}")} # last: nothing in them is read as a name
-  if [[ -n $_l2d_print ]]; then
-    printf '%s\n' "kubectl create --filename - <<'END'" "$text" END
-  else
-    check_cluster
-    kubectl create --filename - <<<"$text"
-  fi
+  text=${text//__SECRETS__/$(_l2d_secrets ${secrets[@]+"${secrets[@]}"})}
+  text=${text//__VARIABLES__/$(_l2d_variables "${variables[@]}")}
+  text=${text//__ARGUMENTS__/$(_l2d_words "${program[@]}")} # last: nothing in them is read as a name
+  [[ -n $_l2d_print ]] || check_cluster
+  _l2d_submit create "$text"
 }
 
 xpk_workload() {

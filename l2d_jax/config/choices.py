@@ -12,6 +12,7 @@ FIXED_SOLVERS = get_args(FixedSolver)
 ADAPTIVE_SOLVERS = get_args(AdaptiveSolver)
 SOLVER_NAMES = (*FIXED_SOLVERS, *ADAPTIVE_SOLVERS)
 DTYPES = ("float32", "bfloat16", "int8")  # of weights and products, where a command line names one
+WARM_UPS = ("usual", "none")  # programs that `serve` compiles before it is ready
 # options of token search that need --beams
 SEARCH_OPTIONS = ("candidates", "length_power", "repetition_penalty", "final_temperature")
 TUNED_OPTIONS = SEARCH_OPTIONS[1:]  # those that `evaluate --tune search` chooses

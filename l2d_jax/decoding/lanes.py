@@ -239,7 +239,7 @@ class Lanes:
     def _place(self, answers: Sequence[Answer], new: State | Stream) -> None:
         """Put answers whose prompts have been read into their lanes, except those dropped in the meantime."""
         lanes, owned = self._answers, [answer for answer in self._answers if answer is not None]
-        capacity, slots = self._reader.size(owned or answers)
+        capacity, slots = self._reader.lane_size(owned or answers)
         self.order = self._joined(answers)
         if self.state is None or not self._is_running:
             copies, read = jnp.zeros(len(lanes), jnp.int32), new.state if isinstance(new, Stream) else new

@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from l2d_jax.decoding.buckets import answer_slots, pad, round_up
+from l2d_jax.decoding.buckets import answer_slots, lane_bucket, pad, prompt_bucket, round_up
 from l2d_jax.decoding.lane_options import LaneOptions
 from l2d_jax.decoding.parallel.begin import enter, read_and_enter
 from l2d_jax.decoding.parallel.pace import Order, room
@@ -40,9 +40,15 @@ class PromptReader:
 
     def size(self, answers: Sequence[Answer]) -> tuple[int, int]:
         """The numbers of slots for the longest of these answers, and for the longest of their prompts."""
-        longest = answer_slots(max(answer.settings.max_new_tokens for answer in answers))
-        slots = round_up(max(len(answer.prompt.ids) for answer in answers) - self._shorter)
-        return self._capacity or round_up(longest), slots
+        longest = max(len(answer.prompt.ids) for answer in answers)
+        if self._capacity is not None:
+            return self._capacity, round_up(longest - self._shorter)
+        return lane_bucket(max(answer.settings.max_new_tokens for answer in answers)), prompt_bucket(longest)
+
+    def lane_size(self, answers: Sequence[Answer]) -> tuple[int, int]:
+        """The same numbers for answers that share lanes: where requests arrive one at a time, there are fewer."""
+        ring, slots = self.size(answers)
+        return ring, slots if self._capacity is not None else lane_bucket(slots)
 
     def read(
         self, answers: Sequence[Answer], *, order: Callable[[], Order], piece: int | None = None

@@ -1,13 +1,11 @@
 """Serves a model over HTTP until a signal."""
 
 import contextlib
-import os
-import signal
 import socket
-import threading
+import time
 from argparse import Namespace
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 
@@ -21,14 +19,17 @@ from l2d_jax.files import explained
 from l2d_jax.loading import find, load
 from l2d_jax.model.llm import LLM
 
-GRACE = 5.0  # seconds after the last connection in which running computations may finish
-
 
 def run(options: Namespace, key: str | None, operator_key: str | None) -> None:
-    """Load the model, and serve until a signal.
+    """Load the models, and serve until a signal.
 
     Requests must bring `key`, if there is one, and those that load and drop paths `operator_key`.
     """
+    with contextlib.ExitStack() as stack:
+        _serve(options, key, operator_key, stack)
+
+
+def _serve(options: Namespace, key: str | None, operator_key: str | None, stack: contextlib.ExitStack) -> None:
     try:
         from l2d_jax.programs.served_models import Offers, PathOpener, check_paths
         from l2d_jax.serving.access import Access
@@ -36,8 +37,11 @@ def run(options: Namespace, key: str | None, operator_key: str | None) -> None:
         from l2d_jax.serving.api.protocol import Protocol
         from l2d_jax.serving.app import ServerApp
         from l2d_jax.serving.connections import make_server
-        from l2d_jax.serving.engine import KINDS, Engine
+        from l2d_jax.serving.engine import GROUPS, Engine
+        from l2d_jax.serving.front import Front, Readiness
         from l2d_jax.serving.models import Catalogue
+        from l2d_jax.serving.process import listening
+        from l2d_jax.serving.warm_up import WarmUp, usual_requests
     except ImportError as error:
         raise InputError(f"a library of the server is missing ({error.name}): pip install 'l2d_jax[serve]'") from None
     access = Access(options.host, options.allow_host, options.allow_origin, key, operator_key)
@@ -45,7 +49,11 @@ def run(options: Namespace, key: str | None, operator_key: str | None) -> None:
     problem = f"--path adds paths to a language model, and {folder.path} has a path of its own"
     require(folder.path_config is None or not options.path, f"{problem}: give its base as --model, and it as --path")
     with explained(f"{options.host}:{options.port} cannot be listened on", "choose another --host or --port"):
-        listening = socket.create_server((options.host, options.port))
+        opened = socket.create_server((options.host, options.port))
+    front = Front(readiness := Readiness())
+    times = {"client_timeout": options.client_timeout, "drain": options.drain}
+    server = make_server(front, max_connections=options.max_connections, **times)
+    decode = stack.enter_context(listening(server, [opened], drain=options.drain))
     runtime.start_jax(MeshConfig())
     require(jax.process_count() == 1, "a server is one process: start it on one host alone")
     base = folder.find_base()
@@ -62,7 +70,7 @@ def run(options: Namespace, key: str | None, operator_key: str | None) -> None:
     for own, path in zip(chosen, [folder, *paths], strict=True):
         offers.check_defaults(own, str(path.path))
         offers.efforts_for(own, path.path_config)
-    llm, rows = LLM.declare(base.architecture, dtype=folder.base.dtype), KINDS * options.lanes + 1
+    llm, rows = LLM.declare(base.architecture, dtype=folder.base.dtype), GROUPS * options.lanes + 1
     remedy = "--lanes, --context or --max_draws"
     for own, path in zip(chosen, [folder, *paths], strict=True):
         most = replace(own, draws=draws)
@@ -76,51 +84,16 @@ def run(options: Namespace, key: str | None, operator_key: str | None) -> None:
         models.add(opener.open(named, place))
     load_path = opener.open if folder.path_config is None else None
     bounds: dict[str, Any] = {"seconds": options.timeout, "longest_body": 1024 * options.max_body}
-    engine = Engine(lanes=options.lanes, queue=options.queue)
-    app = ServerApp(engine, Protocol(models), access=access, load_path=load_path, **bounds)
-    times = {"client_timeout": options.client_timeout, "drain": options.drain}
-    server = make_server(app.routes(), max_connections=options.max_connections, **times)
-    host, port = listening.getsockname()[:2]
+    engine, protocol = Engine(lanes=options.lanes, queue=options.queue), Protocol(models)
+    front.app = ServerApp(engine, protocol, access=access, load_path=load_path, **bounds).routes()
+    began, usual = time.monotonic(), usual_requests(models, context=context)
+
+    def prepare() -> None:
+        WarmUp(engine, protocol, readiness=readiness).run(usual if options.warm_up == "usual" else [])
+        if readiness.is_ready:
+            print(f"ready after {time.monotonic() - began:.0f} s", flush=True)
+
+    host, port = opened.getsockname()[:2]
     served = ", ".join(model.name for model in models.models)
     print(f"serving {served} at http://{host}:{port}", flush=True)
-    _serve(engine, server, listening, drain=options.drain)
-
-
-def _serve(engine: Any, server: Any, listening: socket.socket, *, drain: float) -> None:
-    """Decode in this thread, and serve HTTP in another one, until a signal ends both."""
-
-    def leave(status: int) -> NoReturn:
-        with contextlib.suppress(OSError):
-            print("ended while the devices were computing what nobody waits for", flush=True)
-        os._exit(status)
-
-    def leave_after(seconds: float, status: int) -> None:
-        timer = threading.Timer(seconds, leave, [status])
-        timer.daemon = True
-        timer.start()
-
-    def listen() -> None:
-        try:
-            server.run(sockets=[listening])
-        finally:
-            engine.close()
-            leave_after(GRACE, 0)
-
-    def end(*_: Any) -> None:
-        if server.should_exit:
-            os._exit(1)
-        with contextlib.suppress(OSError):
-            print(f"ending within {drain:g} s: requests under way are answered first", flush=True)
-        server.should_exit = True
-        leave_after(drain + 2 * GRACE, 1)
-
-    former = {number: signal.signal(number, end) for number in (signal.SIGINT, signal.SIGTERM)}
-    thread = threading.Thread(target=listen)
-    thread.start()
-    try:
-        engine.run()
-    finally:
-        server.should_exit = True
-        thread.join()
-        for number, handler in former.items():
-            signal.signal(number, handler)
+    decode(engine, prepare)

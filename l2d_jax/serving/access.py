@@ -80,14 +80,14 @@ class Access:
 
 
 class AccessGate:
-    """An ASGI application that passes on only requests that `Access.check` accepts, and probes of `/health`."""
+    """An ASGI application that passes on only requests that `Access.check` accepts."""
 
     def __init__(self, app: ASGIApp, *, access: Access) -> None:
         self._app, self._access = app, access
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
-        if scope["type"] == "http" and scope["path"] != "/health":
+        if scope["type"] == "http":
             try:
                 address = (scope.get("server") or ("", 0))[0]
                 self._access.check(Headers(scope=scope), method=scope["method"], address=address)

@@ -24,9 +24,10 @@ from l2d_jax.serving.access import Access, AccessGate
 from l2d_jax.serving.api.bodies import parse_json, read_path
 from l2d_jax.serving.api.protocol import Asked, Protocol
 from l2d_jax.serving.api.replies import Reply, event
-from l2d_jax.serving.engine import Engine, PieceWork, Work
+from l2d_jax.serving.engine import Engine
 from l2d_jax.serving.failures import explain, respond
 from l2d_jax.serving.models import ServedModel
+from l2d_jax.serving.work import PieceWork, Work
 
 PAGE = Path(__file__).with_name("page.html")
 READERS = 4  # number of requests that are read at a time: checked, tokenised, formats compiled
@@ -91,7 +92,6 @@ class ServerApp:
         """The ASGI application."""
         routes = [
             Route("/", lambda _: FileResponse(PAGE)),
-            Route("/health", lambda _: JSONResponse({"status": "ok"})),
             Route("/metrics", self._metrics),
             Route("/v1/models", self._describe),
             Route("/v1/models/{name:path}", self._describe),

@@ -1,87 +1,33 @@
 """Decodes the requests of clients: a queue, and lanes for each kind of answers that can share a program.
 
-Only the thread that calls `Engine.run` touches the model. Other threads submit work, and get its pieces by callbacks.
-Kinds take turns according to the passes over the weights that they have cost, so a kind with expensive tokens does not
-delay the others.
+The thread that calls `Engine.run` hands out turns to one worker for each kind. Only the worker that has the turn
+touches the model, but it compiles without a turn. Other threads submit work, and get its pieces by callbacks. Kinds
+take turns according to the passes over the weights that they have cost, so a kind with expensive tokens does not delay
+the others.
+
+Running answers do not wait for programs that only a new one needs. Such an answer gets lanes aside from the others of
+its kind. Its programs are known from then on, and the next answer like it joins the others.
 """
 
 import math
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from functools import partial
 
 from l2d_jax.decoding.buckets import is_long, sample_bucket
-from l2d_jax.decoding.lanes import Lanes
-from l2d_jax.decoding.requests import Answer, Piece, Request
-from l2d_jax.decoding.trace import TokenTrace, trace
-from l2d_jax.errors import contained, require
-from l2d_jax.serving.models import LaneModel, ServedModel
+from l2d_jax.decoding.shapes import Shape
+from l2d_jax.errors import require
+from l2d_jax.serving.group import Group
+from l2d_jax.serving.piecework import PieceQueue
+from l2d_jax.serving.turns import Worker
+from l2d_jax.serving.work import EndingError, FullError, Kind, PieceWork, Work, tell
 
 SHORT_KINDS, LONG_KINDS = 2, 1  # number of kinds decoded at a time, with cheap and with expensive tokens
-KINDS = SHORT_KINDS + LONG_KINDS
-PATIENCE = 5  # seconds after which a client may retry if the engine is ending
-
-
-class FullError(Exception):
-    """The queue is full; it will have space again in about `seconds`."""
-
-    def __init__(self, seconds: int, *, problem: str = "the queue is full") -> None:
-        super().__init__(f"{problem}: ask again in {seconds} s")
-        self.seconds = seconds
-
-
-class EndingError(FullError):
-    """The engine takes no more work."""
-
-    def __init__(self) -> None:
-        super().__init__(PATIENCE, problem="this server is ending")
-
-
-class Kind(NamedTuple):
-    """The properties that answers must share to be decoded together."""
-
-    lane_model: LaneModel
-    solver: str
-    velocity: str
-    parallel: str
-    samples: int  # bucket of the number of noise samples
-    has_label: bool
-    refines: bool  # whether the path itself reads the context
-    is_long: bool  # whether a token takes many evaluations
-
-
-@dataclass(eq=False)
-class Work:
-    """A requested answer, and the callback that gets its pieces."""
-
-    answer: Answer
-    tell: Callable[[Piece | list[TokenTrace] | Exception], None]  # the trace comes before the last piece
-    model: ServedModel
-    is_traced: bool = False
-    is_cancelled: bool = False
-    tokens: list[int] = field(default_factory=list)
-    began: float = 0.0  # time at which it got its lane
-
-
-@dataclass(eq=False)
-class PieceWork:
-    """Other work with the model. Its pieces take turns with the kinds of answers."""
-
-    pieces: Iterator[int]  # does a piece per step; yields its approximate cost, in passes over the weights
-    tell: Callable[[Exception | None], None]  # called at its end
-    is_cancelled: bool = False
-
-
-@dataclass(eq=False)
-class _Group:
-    """The lanes of one kind, the works in them, and the passes that the kind has cost so far."""
-
-    lanes: Lanes
-    spent: int
-    works: dict[int, Work] = field(default_factory=dict)  # keys: numbers of answers
+ASIDE = 1  # number of groups of lanes besides, for answers that need new programs
+GROUPS = SHORT_KINDS + LONG_KINDS + ASIDE
+KNOWN = 4096  # limit on what is remembered of programs that have run
+SCORERS = 2  # number of works in pieces that can compile or compute at a time
 
 
 class Engine:
@@ -90,10 +36,12 @@ class Engine:
     def __init__(self, *, lanes: int, queue: int) -> None:
         self._size, self._limit = lanes, queue
         self._waiting: list[Work] = []
-        self._pieces: deque[PieceWork] = deque()
-        self._spent = 0  # passes that other work has cost
-        self._groups: dict[Kind, _Group] = {}
         self._changed = threading.Condition()
+        self._pieces = PieceQueue([self._worker() for _ in range(SCORERS)])
+        self._groups: dict[Kind, Group] = {}
+        self._aside: Group | None = None
+        self._known: set[tuple[Kind, Shape, bool]] = set()  # what has run; True: tokens of several answers together
+        self._spent = 0  # what the group that had the last turn has spent: where others begin or resume
         self._is_closing = False
         self._seconds = 1.0  # recent mean time of an answer
 
@@ -106,13 +54,13 @@ class Engine:
             if self._is_closing:
                 raise EndingError
             waiting = [*(work for work in self._waiting if not work.is_cancelled), *works]
-            others = [*(work for work in self._pieces if not work.is_cancelled), *pieces]
-            longest = max(len(waiting), len(others))
+            longest = max(len(waiting), len(self._pieces) + len(pieces))
             if longest > self._limit:
                 raise FullError(math.ceil(self._seconds * longest / self._size))
-            if not self._pieces:
-                self._spent = min((group.spent for group in [*self._groups.values()]), default=0)
-            self._waiting, self._pieces = waiting, deque(others)
+            if not len(self._pieces):
+                self._pieces.spent = max(self._pieces.spent, self._spent)
+            self._pieces.add(pieces)
+            self._waiting = waiting
             self._changed.notify()
 
     def cancel(self, works: Sequence[Work | PieceWork]) -> None:
@@ -129,42 +77,37 @@ class Engine:
     @property
     def load(self) -> tuple[int, int]:
         """The numbers of running and of waiting answers."""
-        return sum(len(group.works) for group in [*self._groups.values()]), len(self._waiting)
+        return sum(len(group.works) for group in self._all), len(self._waiting)
 
     def run(self) -> None:
         """Decode until `close`. An error of an answer goes to its client, an error of a program to its whole kind."""
         try:
             while self._wait():
-                with self._changed:
-                    admitted = self._choose()
-                for kind, works in admitted.items():
-                    self._admit(kind, works)
-                turn = min(self._groups, key=lambda kind: self._groups[kind].spent, default=None)
-                if turn is None or (self._pieces and self._spent <= self._groups[turn].spent):
-                    self._advance()
+                group, scorer = self._next()
+                if group is None:
+                    assert scorer is not None
+                    self._pieces.advance(scorer)
+                elif group.worker.is_idle:
+                    group.worker.begin(partial(self._step, group))
                 else:
-                    self._step(turn)
+                    group.worker.resume()
         finally:  # whatever ends this thread, no client waits forever
             self.close()
-            for work in (*self._waiting, *(work for group in self._groups.values() for work in group.works.values())):
-                _tell(work, EndingError())
-            for other in self._pieces:
-                other.tell(EndingError())
-            self._waiting, self._groups, self._pieces = [], {}, deque()
+            for work in (*self._waiting, *(work for group in self._all for work in group.works.values())):
+                tell(work, EndingError())
+            self._pieces.end()
+            for group in self._all:
+                group.worker.end()
+            self._waiting, self._groups, self._aside = [], {}, None
 
-    def _wait(self) -> bool:
-        """Wait for work; returns whether there is any."""
-        with self._changed:
-            while not (self._waiting or self._groups or self._pieces or self._is_closing):
-                self._changed.wait()
-            return bool(self._waiting or self._groups or self._pieces)
-
-    def kind(self, work: Work, running: Collection[Kind] = ()) -> Kind:
-        """The kind of an answer. At a budget of 1 it joins a `running` kind of several paths, if there is one."""
+    def kind(self, work: Work) -> Kind:
+        """The kind of an answer. At a budget of 1 it joins a running kind of several paths, if there is one."""
         answer, path = work.answer, work.model.loaded.model.path
         settings, has_label = answer.settings, answer.prompt.label is not None
         if settings.budget == 1 and not has_label:
-            hosts = (kind for kind in running if kind.lane_model.are_mixed and not (kind.has_label or kind.is_long))
+            hosts = (
+                kind for kind in self._groups if kind.lane_model.are_mixed and not (kind.has_label or kind.is_long)
+            )
             if (host := next(hosts, None)) is not None:
                 return host
         refines = path is not None and path.config.reader != "lm" and settings.budget > 1
@@ -172,119 +115,94 @@ class Engine:
         shared = (settings.solver, settings.velocity, settings.parallel, samples)
         return Kind(work.model.lane_model(settings), *shared, has_label, refines, is_slow)
 
-    def _choose(self) -> dict[Kind, list[Work]]:
-        """Take the works from the queue for which there is a free lane.
+    @property
+    def _all(self) -> list[Group]:
+        return [*self._groups.values(), *([] if self._aside is None else [self._aside])]
 
-        If a kind has no lanes and no further kind can be opened, all later works of long (or short) kinds wait as well.
+    def _worker(self) -> Worker:
+        return Worker(on_compiled=self._wake)
+
+    def _wake(self) -> None:
+        with self._changed:
+            self._changed.notify()
+
+    def _wait(self) -> bool:
+        """Wait until someone can use a turn; returns whether there is any work."""
+        with self._changed:
+            while True:
+                self._choose()
+                if any(not group.worker.is_compiling for group in self._all) or self._pieces.next_worker():
+                    return True
+                if self._is_closing and not (self._waiting or self._all or len(self._pieces)):
+                    return False
+                self._changed.wait()
+
+    def _next(self) -> tuple[Group | None, Worker | None]:
+        """Who gets the next turn, of those that can use one: the group or the scorer that has spent the least."""
+        able, scorer = [one for one in self._all if not one.worker.is_compiling], self._pieces.next_worker()
+        for one in able:
+            if not one.worker.is_idle:  # it has compiled: it does not make up for the time
+                one.spent = max(one.spent, self._spent)
+        group = min(able, key=lambda one: one.spent, default=None)
+        if scorer is not None and (group is None or self._pieces.spent <= group.spent):
+            group = None
+        self._spent = self._pieces.spent if group is None else group.spent
+        return group, scorer
+
+    def _choose(self) -> None:
+        """Give lanes to the works of the queue for which there are any.
+
+        If a kind has no lanes and no further kind can be opened, all later works of long (or short) kinds wait as well,
+        except those that need new programs: they wait for the lanes aside.
         """
         self._waiting = [work for work in self._waiting if not work.is_cancelled]
-        chosen: dict[Kind, list[Work]] = {}
-        held: set[bool] = set()
+        aside, held = self._aside, set[bool]()
+        if aside is not None and aside.is_proven and aside.kind not in self._groups and self._has_room(aside.kind):
+            self._groups[aside.kind], self._aside = aside, None
         for work in list(self._waiting):
-            known = {**self._groups, **chosen}
-            kind = self.kind(work, known)
-            most = LONG_KINDS if kind.is_long else SHORT_KINDS
-            if kind not in known and sum(other.is_long == kind.is_long for other in known) == most:
+            kind = self.kind(work)
+            group = self._groups.get(kind)
+            if not self._is_known(work, kind, group):
+                self._aside = self._aside or self._open(kind)
+                group = self._aside if self._aside.kind == kind else None
+            elif group is None and not self._has_room(kind):
                 held.add(kind.is_long)
-            free = self._groups[kind].lanes.free if kind in self._groups else self._size
-            if kind.is_long not in held and len(chosen.get(kind, [])) < free:
-                chosen.setdefault(kind, []).append(work)
+            elif kind.is_long in held:
+                group = None
+            elif group is None:
+                group = self._groups[kind] = self._open(kind)
+            if group is not None and group.free:
+                group.add(work)
                 self._waiting.remove(work)
-        return chosen
 
-    def _admit(self, kind: Kind, works: Sequence[Work]) -> None:
-        """Give each work a lane."""
-        try:
-            if kind not in self._groups:
-                lanes = kind.lane_model.open(lanes=self._size, refines=kind.refines)
-                spent = min((group.spent for group in self._groups.values()), default=0)
-                self._groups[kind] = _Group(lanes, spent)
-            group = self._groups[kind]
-            for work in works:
-                group.works[work.answer.number], work.began = work, time.monotonic()
-                _fit(work, kind)
-            group.lanes.admit([work.answer for work in works])
-        except BaseException as error:
-            self._fail(kind, contained(error), works)
+    def _has_room(self, kind: Kind) -> bool:
+        """Whether lanes for another such kind can be opened."""
+        most = LONG_KINDS if kind.is_long else SHORT_KINDS
+        return sum(other.is_long == kind.is_long for other in self._groups) < most
 
-    def _advance(self) -> None:
-        """Do the next piece of the other work that has waited longest; that work then goes to the end of the queue."""
-        with self._changed:
-            work = self._pieces.popleft() if self._pieces else None
-        if work is None or work.is_cancelled:
-            return
-        try:
-            self._spent += next(work.pieces)
-        except StopIteration:
-            work.tell(None)
-        except BaseException as error:
-            work.tell(contained(error))
-        else:
-            with self._changed:
-                self._pieces.append(work)
+    def _open(self, kind: Kind) -> Group:
+        return Group(kind, lanes=self._size, spent=self._spent, worker=self._worker())
 
-    def _step(self, kind: Kind) -> None:
-        """Decode the next tokens of one kind, and report them."""
-        group = self._groups[kind]
-        for work in [*group.works.values()]:
-            if work.is_cancelled:
-                self._leave(work, group)
-        try:
-            pieces = group.lanes.step()
-        except BaseException as error:
-            self._fail(kind, contained(error))
-            return
-        group.spent += group.lanes.cost
-        for piece in pieces:
-            work = group.works[piece.answer]
-            work.tokens += piece.tokens
-            if piece.is_last:
-                self._leave(work, group)
+    def _is_known(self, work: Work, kind: Kind, group: Group | None) -> bool:
+        """Whether a work needs no new program, in the lanes of its group or in new ones."""
+        own = Shape.of(work.answer)
+        shape = own if group is None else group.shape_of([*group.works.values(), work])
+        return (kind, own, False) in self._known and (kind, shape, True) in self._known
+
+    def _step(self, group: Group) -> None:
+        """Decode the next tokens of a group, and remove it when it has no more works."""
+        before = [*group.works.values()]
+        read, shape = group.step()
+        if len(self._known) > KNOWN:
+            self._known.clear()
+        self._known |= {(group.kind, own, False) for own in read}
+        self._known |= set() if shape is None else {(group.kind, shape, True)}
+        for work in before:
+            if work.answer.number not in group.works and not work.is_cancelled:
                 self._seconds += (time.monotonic() - work.began - self._seconds) / 10
-            self._report(work, piece)
-        if group.lanes.is_idle:
-            del self._groups[kind]
-
-    def _report(self, work: Work, piece: Piece) -> None:
-        """Report a piece; before the last piece, also the trace."""
-        if piece.error is not None:
-            _tell(work, piece.error)
-            return
-        if piece.is_last and work.is_traced and piece.ending != "broken" and not work.is_cancelled:
-            request = Request([work.answer.prompt], work.answer.settings, work.answer.seed)
-            try:
-                traced = trace(work.model.scorer(work.answer.settings), request, [work.tokens])[0]
-            except BaseException as error:
-                _tell(work, contained(error))
-                return
-            _tell(work, traced)
-        _tell(work, piece)
-
-    def _fail(self, kind: Kind, error: Exception, others: Sequence[Work] = ()) -> None:
-        """Report an error to all works of a kind, and to `others`; drop its lanes, whose state may be lost."""
-        group = self._groups.pop(kind, None)
-        for work in {*others, *(group.works.values() if group is not None else ())}:
-            _tell(work, error)
-
-    def _leave(self, work: Work, group: _Group) -> None:
-        group.lanes.drop(work.answer)
-        group.works.pop(work.answer.number, None)
-
-
-def _fit(work: Work, kind: Kind) -> None:
-    """Give an answer what lanes of its kind need: its path, and at a budget of 1 their options, which do not matter."""
-    answer = work.answer
-    if kind.lane_model.are_mixed:
-        answer.path = work.model.loaded.model.path or kind.lane_model.model.path
-    if answer.settings.budget == 1:
-        options: Any = {"solver": kind.solver, "velocity": kind.velocity, "parallel": kind.parallel}
-        answer.settings = replace(answer.settings, draws=kind.samples, **options)
-
-
-def _tell(work: Work, told: Piece | list[TokenTrace] | Exception) -> None:
-    """Call a client's callback; if that fails, the client has left."""
-    try:
-        work.tell(told)
-    except BaseException as error:
-        contained(error)
-        work.is_cancelled = True
+        if not group.works:
+            group.worker.end()
+            if group is self._aside:
+                self._aside = None
+            else:
+                del self._groups[group.kind]

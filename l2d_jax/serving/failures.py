@@ -7,7 +7,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse
 
 from l2d_jax.errors import LONGEST_LINE, InputError, shorten
-from l2d_jax.serving.engine import EndingError, FullError
+from l2d_jax.serving.work import EndingError, FullError, StartingError
 
 KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 
@@ -25,7 +25,7 @@ def explain(error: Exception) -> dict[str, Any]:
     match error:
         case HTTPException():
             status, message = error.status_code, error.detail
-        case EndingError():
+        case EndingError() | StartingError():
             status, message = 503, str(error)
         case FullError():
             status, message = 429, str(error)

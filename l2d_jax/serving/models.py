@@ -5,7 +5,7 @@ All share the base's weights. Paths with equal configs also share lanes, where t
 
 import dataclasses
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -26,6 +26,12 @@ class LaneModel:
     model: Model
     stop_ids: tuple[int, ...]
     are_mixed: bool = False  # whether answers name their paths, which all have the config of the model's path
+
+    @property
+    def programs(self) -> Hashable:
+        """What the programs of such lanes depend on; models of equal shapes have the same."""
+        path = self.model.path
+        return self.are_mixed, None if path is None else path.config
 
     def open(self, *, lanes: int, refines: bool) -> Lanes:
         """Open lanes; `refines` says whether budgets are above 1, where it matters who reads the context."""

@@ -70,7 +70,7 @@ def test_scripts_are_well_formed(script):
     assert (done.returncode, done.stdout) == (0, "")
 
 
-@pytest.mark.parametrize("script", ["tpu_vm.sh", "pod.sh", "gke.sh"])
+@pytest.mark.parametrize("script", ["tpu_vm.sh", "pod.sh", "gke.sh", "gke_serve.sh"])
 def test_help_names_every_option(script):
     done = launch(script, "--help")
     assert (done.returncode, done.stderr) == (0, "")

@@ -22,11 +22,12 @@ from l2d_jax.decoding.prompt_reader import PIECE
 from l2d_jax.decoding.requests import Answer, Piece, Prompt, Request, Restrictions, path_config
 from l2d_jax.decoding.stop_strings import StopSearch
 from l2d_jax.errors import RunError
-from l2d_jax.serving import engine as engines
-from l2d_jax.serving.engine import EndingError, Engine, FullError, Work
+from l2d_jax.serving import group as groups
+from l2d_jax.serving.engine import Engine
 from l2d_jax.serving.models import ServedModel
+from l2d_jax.serving.work import EndingError, FullError, Work
 from tests.decoding.test_programs import live_programs
-from tests.support.served import served, talking_model
+from tests.support.served import run_in_mesh, served, talking_model
 
 PLAIN = DecodeConfig(budget=1, max_new_tokens=8)
 WAIT = 300  # seconds, for programs to be compiled on a busy machine
@@ -37,10 +38,18 @@ _models: dict[int, ServedModel] = {}  # clients of the same model share lanes
 class Client:
     """Asks for one answer, and keeps what it is told."""
 
-    def __init__(self, loaded: LoadedModel, settings: DecodeConfig = PLAIN, *, ids: Any = b"hello", **options: Any):
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        settings: DecodeConfig = PLAIN,
+        *,
+        ids: Any = b"hello",
+        label: int | None = None,
+        **options: Any,
+    ):
         restrictions = Restrictions(**options)
         self.request = Request(
-            [Prompt(0, list(ids))], settings, restrictions=restrictions, tokenizer=loaded.tokenizer, stop_ids=()
+            [Prompt(0, list(ids), label)], settings, restrictions=restrictions, tokenizer=loaded.tokenizer, stop_ids=()
         )
         architecture, path = loaded.model.llm.architecture, path_config(loaded.model)
         [answer] = make_answers(self.request, architecture, path, first=next(_numbers))
@@ -79,7 +88,7 @@ def loaded() -> LoadedModel:
 def running(loaded: LoadedModel, **options: Any) -> Iterator[Engine]:
     """An engine that answers in another thread."""
     engine = Engine(**{"lanes": 2, "queue": 64, **options})
-    thread = threading.Thread(target=engine.run)
+    thread = threading.Thread(target=run_in_mesh, args=[engine])
     thread.start()
     try:
         yield engine
@@ -120,7 +129,7 @@ def test_an_error_of_a_program_is_told_to_all_of_its_kind(loaded: LoadedModel, m
             with pytest.raises(ZeroDivisionError):
                 assert client.tokens == 0
         patch.undo()
-        patch.setattr(engines, "Lanes", panic)
+        patch.setattr(groups, "Lanes", panic)
         failed = Client(loaded)
         engine.submit([failed.work])
         with pytest.raises(RunError, match="Panic"):
@@ -175,6 +184,9 @@ def test_kinds_take_turns_by_their_evaluations(loaded: LoadedModel) -> None:
         name = "short" if client is honest else "long"
         client.work.tell = lambda piece, name=name, client=client: (told.append(name), client.hear(piece))  # type: ignore
     with running(loaded, lanes=3) as engine:
+        for settings in (short, dataclasses.replace(long, max_new_tokens=1)):  # compiles their programs
+            engine.submit([(first := Client(loaded, settings)).work])
+            assert first.tokens
         engine.submit([client.work for client in others])
         while "long" not in told:
             time.sleep(0.01)
@@ -204,7 +216,7 @@ def test_any_number_of_draws_takes_few_programs_and_no_memory(loaded: LoadedMode
 
     def held() -> int:
         """Bytes of arrays, once the lanes have gone, which is when the last piece has been told."""
-        while engine._groups:
+        while engine.load[0]:
             time.sleep(0.01)
         time.sleep(0.1)
         return sum(array.nbytes for array in jax.live_arrays())

@@ -10,10 +10,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 
-from l2d_jax.config.schema import DecodeConfig
+from l2d_jax.config.schema import DecodeConfig, MeshConfig
 from l2d_jax.data import tokenizer
 from l2d_jax.decoding.loaded_model import LoadedModel
+from l2d_jax.distributed.sharding import make_mesh
 from l2d_jax.model.architecture import Architecture
 from l2d_jax.model.diffusion_path import DiffusionPath
 from l2d_jax.model.l2d import Model
@@ -24,7 +26,9 @@ from l2d_jax.serving.api.protocol import Protocol
 from l2d_jax.serving.app import ServerApp
 from l2d_jax.serving.connections import make_server
 from l2d_jax.serving.engine import Engine
+from l2d_jax.serving.front import Front, Readiness
 from l2d_jax.serving.models import Catalogue, ServedModel
+from l2d_jax.serving.warm_up import WarmUp
 from tests.support import tiny
 
 CONTEXT = 1024
@@ -42,7 +46,8 @@ def talking_model(**changes: Any) -> LoadedModel:
     llm = dataclasses.replace(llm, head=jnp.where(visible[:, None], llm.head, 0.0))
     path = tiny.randomise(DiffusionPath.declare(tiny.path_config(**changes), architecture), seed=1)
     defaults = DecodeConfig(budget=3, max_new_tokens=16)
-    return LoadedModel(Model.build(llm, path), words, tuple(tokenizer.stop_ids(words)), defaults)
+    model = jax.device_put(Model.build(llm, path), NamedSharding(make_mesh(MeshConfig()), PartitionSpec()))  # as `load`
+    return LoadedModel(model, words, tuple(tokenizer.stop_ids(words)), defaults)
 
 
 def talking_base() -> LoadedModel:
@@ -88,17 +93,26 @@ def serving(
     """Serve a model, or several, and give the address."""
     engine = Engine(lanes=lanes, queue=queue)
     models = loaded if isinstance(loaded, Catalogue) else catalogue(loaded, answers=queue, **limits)
-    bounds: dict[str, Any] = {"seconds": seconds, "longest_body": 2**16}
-    app = ServerApp(engine, Protocol(models), access=access or Access(), load_path=load_path, **bounds)
+    protocol, bounds = Protocol(models), {"seconds": seconds, "longest_body": 2**16}
+    app = ServerApp(engine, protocol, access=access or Access(), load_path=load_path, **bounds)
+    front = Front(readiness := Readiness())
+    front.app = app.routes()
+    WarmUp(engine, protocol, readiness=readiness).run([])
     times = {"client_timeout": client_timeout, "drain": drain}
-    decoding = threading.Thread(target=engine.run)
+    decoding = threading.Thread(target=run_in_mesh, args=[engine])
     decoding.start()
     try:
-        with listening(app.routes(), max_connections=max_connections, **times) as url:
+        with listening(front, max_connections=max_connections, **times) as url:
             yield url
     finally:
         engine.close()
         decoding.join()
+
+
+def run_in_mesh(engine: Engine) -> None:
+    """Run an engine as the program does, under a mesh."""
+    with jax.set_mesh(make_mesh(MeshConfig())):
+        engine.run()
 
 
 @contextlib.contextmanager

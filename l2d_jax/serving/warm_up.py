@@ -1,0 +1,104 @@
+"""Compiles the programs of usual requests before a server is ready, by answering some of them."""
+
+import json
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from l2d_jax.decoding.prompt_reader import PIECE
+from l2d_jax.decoding.requests import Answer, Piece
+from l2d_jax.errors import InputError
+from l2d_jax.serving.api.protocol import Protocol
+from l2d_jax.serving.engine import Engine
+from l2d_jax.serving.front import Readiness
+from l2d_jax.serving.models import Catalogue, ServedModel
+from l2d_jax.serving.work import EndingError, FullError, Work
+
+SHORT, LONG = 32, 2 * PIECE + 1  # tokens of prompts; a long one is read in pieces
+OTHERS = (96, 192, 384)  # tokens of further prompts, each of which is read by another program
+LONGER = 512  # tokens of an answer that needs more room than usual ones
+LAST = 12  # tokens after which no further program follows: more than are decoded at a time
+FORMAT = {"type": "regex", "regex": f"[a-z]{{{2 * LAST}}}"}
+
+
+def usual_requests(models: Catalogue, *, context: int) -> list[dict[str, Any]]:
+    """The bodies of requests for completions that need the usual programs of all models.
+
+    Of paths that share lanes, the first one stands for all.
+    """
+    firsts = {model.shared or model: model for model in reversed(models.models)}
+    return [body for model in reversed(firsts.values()) for body in _usual(model, context=context)]
+
+
+def _usual(model: ServedModel, *, context: int) -> list[dict[str, Any]]:
+    """The bodies for one model, each of which fits the context.
+
+    They are: answers with the default options, and of the language model alone; with evaluations one by one, in case
+    that parallel ones turn out to be slower; with log-probabilities and with a grammar; to prompts of all usual
+    lengths; and long answers.
+    """
+    defaults = model.loaded.defaults
+    refined: list[dict[str, Any]] = [{"parallel": "off"}, {"budget": 1}] if defaults.budget > 1 else []
+    options = [(SHORT, each) for each in ({}, *refined, {"logprobs": 1})]
+    options += [(SHORT, {"response_format": FORMAT}), *((length, {}) for length in OTHERS)]
+    options += [(LONG, {}), (LONG, {"response_format": FORMAT}), (SHORT, {"max_tokens": LONGER})]
+    bodies = []
+    for length, own in options:
+        longest = {"max_tokens": min(defaults.max_new_tokens, context - length)} | own
+        if 0 < longest["max_tokens"] <= context - length:
+            bodies.append({"model": model.name, "prompt": [[1] * length], "seed": 0, **longest})
+    return bodies
+
+
+class WarmUp:
+    """Answers requests, one after the other, and forgets the answers."""
+
+    def __init__(self, engine: Engine, protocol: Protocol, *, readiness: Readiness) -> None:
+        self._engine, self._protocol, self._readiness = engine, protocol, readiness
+
+    def run(self, bodies: Sequence[dict[str, Any]]) -> None:
+        """Answer requests, as far as needed for their programs; then the server is ready. Ends early with the engine.
+
+        Requests that this model or this installation refuses are skipped. Raises what ends an answer.
+        """
+        self._readiness.begin(len(bodies))
+        try:
+            for body in bodies:
+                for answer, model in self._read(body):
+                    self._decode(answer, model)
+                self._readiness.advance()
+        except EndingError:
+            return
+        self._readiness.finish()
+
+    def _read(self, body: dict[str, Any]) -> Sequence[tuple[Answer, ServedModel]]:
+        try:
+            asked = self._protocol.read(json.dumps(body).encode(), is_chat=False)
+        except InputError:
+            return ()
+        return [(answer, asked.model) for answer in asked.answers]
+
+    def _decode(self, answer: Answer, model: ServedModel) -> None:
+        """Decode the first tokens of an answer."""
+        ended, told = threading.Event(), list[Any]()
+
+        def hear(piece: Any) -> None:
+            told.append(piece)
+            is_last = not isinstance(piece, Piece) or piece.is_last
+            if is_last or len(work.tokens) >= LAST:
+                ended.set()
+
+        work = Work(answer, hear, model)
+        while True:
+            try:
+                self._engine.submit([work])
+                break
+            except EndingError:
+                raise
+            except FullError:  # clients fill the queue
+                time.sleep(1)
+        ended.wait()
+        self._engine.cancel([work])
+        if isinstance(told[-1], Exception):
+            raise told[-1]

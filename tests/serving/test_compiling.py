@@ -1,0 +1,132 @@
+"""Running answers go on while others wait for their programs."""
+
+import dataclasses
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import pytest
+
+from l2d_jax.config.schema import DecodeConfig
+from l2d_jax.decoding.buckets import Programs
+from l2d_jax.decoding.generation import generate_tokens
+from l2d_jax.decoding.loaded_model import LoadedModel
+from l2d_jax.serving.work import PieceWork
+from tests.serving.test_engine import WAIT, Client, running
+from tests.support.served import talking_model
+
+ONE_BY_ONE = DecodeConfig(budget=3, max_new_tokens=24, parallel="off")
+
+
+@pytest.fixture(scope="module")
+def loaded() -> LoadedModel:
+    return dataclasses.replace(talking_model(classes=2), stop_ids=())
+
+
+class Compiler:
+    """Stands between JAX and its compiler, and can hold up what is compiled."""
+
+    def __init__(self, compile: Callable[..., Any]) -> None:
+        self._compile = compile
+        self.is_open, self.waiting = threading.Event(), 0
+        self.is_open.set()
+
+    def __call__(self, lowered: Any, *arguments: Any, **options: Any) -> Any:
+        self.waiting += 1
+        assert self.is_open.wait(WAIT)
+        self.waiting -= 1
+        return self._compile(lowered, *arguments, **options)
+
+
+@pytest.fixture
+def compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[Compiler]:
+    compiler = Compiler(jax.stages.Lowered.compile)
+    monkeypatch.setattr(jax.stages.Lowered, "compile", lambda *values, **options: compiler(*values, **options))
+    yield compiler
+    compiler.is_open.set()
+
+
+def digits(loaded: LoadedModel) -> Any:
+    pytest.importorskip("llguidance")
+    kinds = {"type": "regex", "regex": "[0-9]{24,40}"}
+    return dataclasses.replace(loaded, stop_ids=(258,)).compile_grammar(kinds)
+
+
+def scored(client: Client) -> Client:
+    client.work.answer.is_scored = True
+    return client
+
+
+FIRSTS: dict[str, Callable[[LoadedModel], Client]] = {
+    "grammar": lambda loaded: Client(loaded, ONE_BY_ONE, grammar=digits(loaded)),
+    "log-probabilities": lambda loaded: scored(Client(loaded, ONE_BY_ONE)),
+    "guidance": lambda loaded: Client(loaded, dataclasses.replace(ONE_BY_ONE, guidance=2.0), label=1),
+    "RK4": lambda loaded: Client(loaded, dataclasses.replace(ONE_BY_ONE, solver="rk4", budget=5)),
+    "prompt": lambda loaded: Client(loaded, ONE_BY_ONE, ids=b"word " * 30),
+    "length": lambda loaded: Client(loaded, dataclasses.replace(ONE_BY_ONE, max_new_tokens=80)),
+}
+
+
+def wait_for(condition: Callable[[], Any]) -> None:
+    end = time.monotonic() + WAIT
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FIRSTS)
+def test_running_answers_do_not_wait_for_the_programs_of_others(
+    loaded: LoadedModel, compiler: Compiler, name: str
+) -> None:
+    """The first answer that needs a program is decoded aside. The next one like it joins the others."""
+    usual = Client(loaded, ONE_BY_ONE)
+    with running(loaded) as engine:
+        engine.submit([usual.work])
+        wanted = usual.tokens
+        compiler.is_open.clear()
+        beside, first, later = (Client(loaded, ONE_BY_ONE), FIRSTS[name](loaded), Client(loaded, ONE_BY_ONE))
+        engine.submit([beside.work, first.work])
+        wait_for(lambda: compiler.waiting)
+        engine.submit([later.work])
+        assert (beside.tokens, later.tokens) == (wanted, wanted)
+        assert (first.told, compiler.waiting) == ([], 1)
+        compiler.is_open.set()
+        assert first.tokens == generate_tokens(loaded.decoder, first.request)[0]
+        compiler.is_open.clear()  # from here on, nothing is compiled
+        beside, second = Client(loaded, ONE_BY_ONE), FIRSTS[name](loaded)
+        engine.submit([beside.work, second.work])
+        assert (beside.tokens, second.tokens) == (wanted, first.tokens)
+        assert compiler.waiting == 0
+
+
+@pytest.mark.slow
+def test_scoring_compiles_beside_answers_and_other_scoring(loaded: LoadedModel, compiler: Compiler) -> None:
+    told, usual = list[str](), Client(loaded, ONE_BY_ONE)
+    model = jax.numpy.arange(8)
+
+    def pieces(size: int) -> Iterator[int]:
+        for _ in range(2):
+            double(model[:size])
+            yield 1
+
+    double = Programs(lambda numbers: 2 * numbers)
+
+    def work(name: str, size: int) -> PieceWork:
+        return PieceWork(pieces(size), lambda error: told.append(f"{name}: {error}"))
+
+    with running(loaded) as engine:
+        engine.submit([usual.work], [work("first", 2)])
+        wanted = usual.tokens
+        wait_for(lambda: told == ["first: None"])
+        compiler.is_open.clear()
+        engine.submit([], [work("new", 3)])
+        wait_for(lambda: compiler.waiting)
+        beside = Client(loaded, ONE_BY_ONE)
+        engine.submit([beside.work], [work("second", 2)])
+        assert beside.tokens == wanted
+        wait_for(lambda: told == ["first: None", "second: None"])
+        compiler.is_open.set()
+        wait_for(lambda: told[-1] == "new: None")
