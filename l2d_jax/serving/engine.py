@@ -12,7 +12,7 @@ its kind. Its programs are known from then on, and the next answer like it joins
 import math
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from functools import partial
 
 from l2d_jax.decoding.buckets import is_long, sample_bucket
@@ -40,7 +40,7 @@ class Engine:
         self._pieces = PieceQueue([self._worker() for _ in range(SCORERS)])
         self._groups: dict[Kind, Group] = {}
         self._aside: Group | None = None
-        self._known: set[tuple[Kind, Shape, bool]] = set()  # what has run; True: tokens of several answers together
+        self._known: set[tuple[Hashable, Shape, bool]] = set()  # what has run; True: tokens of several answers together
         self._spent = 0  # what the group that had the last turn has spent: where others begin or resume
         self._is_closing = False
         self._seconds = 1.0  # recent mean time of an answer
@@ -105,10 +105,9 @@ class Engine:
         answer, path = work.answer, work.model.loaded.model.path
         settings, has_label = answer.settings, answer.prompt.label is not None
         if settings.budget == 1 and not has_label:
-            hosts = (
-                kind for kind in self._groups if kind.lane_model.are_mixed and not (kind.has_label or kind.is_long)
-            )
-            if (host := next(hosts, None)) is not None:
+            mixed = (kind for kind in self._groups if kind.lane_model.are_mixed)
+            host = next((kind for kind in mixed if not (kind.has_label or kind.is_long)), None)
+            if host is not None:
                 return host
         refines = path is not None and path.config.reader != "lm" and settings.budget > 1
         samples, is_slow = sample_bucket(settings.draws), is_long(settings.budget, settings.draws)
@@ -187,7 +186,7 @@ class Engine:
         """Whether a work needs no new program, in the lanes of its group or in new ones."""
         own = Shape.of(work.answer)
         shape = own if group is None else group.shape_of([*group.works.values(), work])
-        return (kind, own, False) in self._known and (kind, shape, True) in self._known
+        return (kind.programs, own, False) in self._known and (kind.programs, shape, True) in self._known
 
     def _step(self, group: Group) -> None:
         """Decode the next tokens of a group, and remove it when it has no more works."""
@@ -195,8 +194,8 @@ class Engine:
         read, shape = group.step()
         if len(self._known) > KNOWN:
             self._known.clear()
-        self._known |= {(group.kind, own, False) for own in read}
-        self._known |= set() if shape is None else {(group.kind, shape, True)}
+        self._known |= {(group.kind.programs, own, False) for own in read}
+        self._known |= set() if shape is None else {(group.kind.programs, shape, True)}
         for work in before:
             if work.answer.number not in group.works and not work.is_cancelled:
                 self._seconds += (time.monotonic() - work.began - self._seconds) / 10

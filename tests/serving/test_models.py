@@ -15,6 +15,7 @@ from l2d_jax.errors import InputError
 from l2d_jax.model.l2d import Model
 from l2d_jax.serving.access import Access
 from l2d_jax.serving.models import Catalogue, ServedModel
+from tests.support.served import served, serving, talking_base, talking_path
 
 QUESTION = [{"role": "user", "content": "Hi"}]
 OPERATOR = "operator"
