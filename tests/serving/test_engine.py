@@ -22,7 +22,7 @@ from l2d_jax.decoding.prompt_reader import PIECE
 from l2d_jax.decoding.requests import Answer, Piece, Prompt, Request, Restrictions, path_config
 from l2d_jax.decoding.stop_strings import StopSearch
 from l2d_jax.errors import RunError
-from l2d_jax.serving import group as groups
+from l2d_jax.serving import models as opened
 from l2d_jax.serving.engine import Engine
 from l2d_jax.serving.models import ServedModel
 from l2d_jax.serving.work import EndingError, FullError, Work
@@ -129,7 +129,7 @@ def test_an_error_of_a_program_is_told_to_all_of_its_kind(loaded: LoadedModel, m
             with pytest.raises(ZeroDivisionError):
                 assert client.tokens == 0
         patch.undo()
-        patch.setattr(groups, "Lanes", panic)
+        patch.setattr(opened, "Lanes", panic)
         failed = Client(loaded)
         engine.submit([failed.work])
         with pytest.raises(RunError, match="Panic"):
