@@ -92,6 +92,9 @@ class Grammar:
         if rule is not None:
             compiled(_write(kind, value), FORMAT)  # an error of the format alone
         form = find_call_format(tokenizer, stop_ids)
+        is_clear = rule is None or not form.is_bare or tools.is_required or not tools.may_call
+        problem = f"the chat template writes calls as bare JSON, which may be an answer with {FORMAT}"
+        require(is_clear, f"{problem}: leave {FORMAT} out, or set tool_choice to 'required' or 'none'")
         options: dict[str, Any] = {"stop_ids": stop_ids, "json_options": SPACING, "text": rule}
         try:
             return compiled(call_grammar(tools, form, tokenizer, **options), source)

@@ -139,7 +139,7 @@ class CallReader:
             self._is_start = True
         else:
             yield from self._tell(len(self._rest[:place].rstrip()))
-            self._rest, self._stage = self._rest.lstrip(), "opening"
+            self._stage = "opening"
 
     def _read_name(self, *, is_last: bool) -> Iterator[Part]:
         """Read the name of a called tool, and tell it with arguments that came before."""
