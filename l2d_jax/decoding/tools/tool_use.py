@@ -31,7 +31,7 @@ class ToolUse:
         return len(self.schemas) > 0
 
 
-def read_tool_use(tools: Any, choice: Any = None, parallel: Any = None) -> ToolUse | None:
+def read_tool_use(tools: Any, choice: Any = None, *, parallel: Any = None) -> ToolUse | None:
     """Read OpenAI's `tools`, `tool_choice` and `parallel_tool_calls`; None if there are no tools.
 
     Raises `InputError` for tools that are no functions, for a name that occurs twice, for parameters that are no JSON
@@ -57,7 +57,7 @@ def read_tool_use(tools: Any, choice: Any = None, parallel: Any = None) -> ToolU
 def take_tool_use(options: MutableMapping[str, Any]) -> ToolUse | None:
     """Take the fields that `read_tool_use` reads out of `options`; raises `InputError` as that does."""
     tools, choice, parallel = (options.pop(name, None) for name in FIELDS)
-    return read_tool_use(tools, choice, parallel)
+    return read_tool_use(tools, choice, parallel=parallel)
 
 
 def _function(tool: Mapping[str, Any], place: str) -> tuple[str, Any]:

@@ -116,7 +116,7 @@ class ChatBody(_Common):
     @property
     def tool_use(self) -> ToolUse | None:
         """The tools, and which of them the answer may call; raises `InputError`."""
-        return read_tool_use(self.tools, self.tool_choice, self.parallel_tool_calls)
+        return read_tool_use(self.tools, self.tool_choice, parallel=self.parallel_tool_calls)
 
     @property
     def alternatives(self) -> int | None:

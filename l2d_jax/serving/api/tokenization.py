@@ -7,9 +7,10 @@ from typing import Any, TypeVar
 from transformers import PreTrainedTokenizerFast
 
 from l2d_jax.config.parsing import from_dict
-from l2d_jax.data.messages import read_messages, read_tools
+from l2d_jax.data.messages import read_messages
 from l2d_jax.data.tokenizer import prompt_ids, render_chat, text_ids
 from l2d_jax.decoding.sampler import check_tokens
+from l2d_jax.decoding.tools.tool_use import read_tool_use
 from l2d_jax.errors import require, shown
 from l2d_jax.serving.api.bodies import check_messages, text_length
 from l2d_jax.serving.api.limits import RequestLimits
@@ -78,9 +79,9 @@ def tokenize(
     With `add_generation_prompt`, the ids are those from which `/v1/chat/completions` generates the answer: a last
     message of the assistant is continued.
     """
+    limits.check_messages(body.messages or ())
     limits.check_text(text_length([body.prompt, body.messages, body.tools]), longest_token=longest_token)
     if body.messages is not None:
-        limits.check_messages(body.messages)
         ids = _chat_ids(body, tokenizer)
     else:
         has_special = body.add_special_tokens is not False
@@ -92,9 +93,11 @@ def tokenize(
 
 def _chat_ids(body: TokenizeBody, tokenizer: PreTrainedTokenizerFast) -> list[int]:
     messages: Any = body.messages
+    use = read_tool_use(body.tools)
+    tools = None if use is None else [*use.tools]
     if body.add_generation_prompt or body.continue_final_message:
-        return prompt_ids(messages, tokenizer, tools=body.tools)
-    text = render_chat(read_messages(messages), tokenizer, prompt=False, tools=read_tools(body.tools))
+        return prompt_ids(messages, tokenizer, tools=tools)
+    text = render_chat(read_messages(messages), tokenizer, prompt=False, tools=tools)
     return text_ids([text], tokenizer)[0]
 
 

@@ -23,7 +23,7 @@ PADDING = 5  # ids that a model has and its tokenizer has not
 
 
 def compile_for(made, choice=None, *, tools=TOOLS, parallel=None, format=None):
-    use = read_tool_use(tools, choice, parallel)
+    use = read_tool_use(tools, choice, parallel=parallel)
     grammar = Grammar.compile(format, made, vocab_size=len(made) + PADDING, stop_ids=stop_ids(made), tools=use)
     assert grammar is not None
     return grammar
