@@ -249,6 +249,8 @@ class LoadedModel:
         **others: Any,
     ) -> Request:
         """The request for these prompts, as token ids; raises `InputError` as `generate` does."""
+        for name in FIELDS:
+            require(name not in options, f"{name} is for generate and stream alone: leave it out")
         ids = [self._encode(prompt, tools) for prompt in prompts]
         numbered = number_prompts(ids, labels=[label] * len(ids) if isinstance(label, int) else label)
         chosen = self.defaults if settings is None else settings

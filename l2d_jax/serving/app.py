@@ -194,8 +194,8 @@ class ServerApp:
                         reply.trace = told
                     elif told.ending == "broken":
                         raise InputError("its logits were not numbers, or its format grew too large: ask for less")
-                    elif (chunk := reply.add(told)) is not None:
-                        yield chunk
+                    elif (added := reply.add(told)) is not None:
+                        yield added
                 if asked.body.stream_options.include_usage:
                     yield reply.last_chunk()
             finally:

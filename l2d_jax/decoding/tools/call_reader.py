@@ -38,10 +38,11 @@ class Part(NamedTuple):
 def parse_tool_calls(answer: str, tokenizer: PreTrainedTokenizerFast) -> tuple[str, list[ToolCall]]:
     """Divide an answer of `generate(..., tools=...)` into its text and its calls, in the format of the chat template.
 
-        text, calls = parse_tool_calls(model.generate("Weather in Bern?", tools=tools), model.tokenizer)
+        text, calls = l2d_jax.parse_tool_calls(model.generate("Weather in Bern?", tools=tools), model.tokenizer)
         json.loads(calls[0].arguments)
 
-    Raises `InputError` for a chat template that knows no tools.
+    A call that is cut off before its arguments is left out; arguments that are cut off are no JSON. Raises
+    `InputError` for a chat template that knows no tools.
     """
     reader = CallReader(find_call_format(tokenizer, stop_ids(tokenizer)))
     reader.add(answer, is_last=True)
