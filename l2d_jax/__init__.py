@@ -5,7 +5,8 @@
     model.generate("What is 12 * 4?", budget=15)
 
 `load` opens a workdir of training, a model folder or a plain language model, and returns a `LoadedModel` with
-`generate`, `stream`, `score` and `trace`. Bad input raises `InputError`, and a run that cannot go on raises `RunError`.
+`generate`, `stream`, `score` and `trace`. `parse_tool_calls` reads calls of tools in an answer. Bad input raises
+`InputError`, and a run that cannot go on raises `RunError`.
 These names are imported when they are first used: `import l2d_jax` alone imports neither JAX nor another large library.
 `l2d --help`, or `python -m l2d_jax`, lists the programs.
 """
@@ -19,11 +20,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     __version__: str
     from l2d_jax.decoding.loaded_model import LoadedModel as LoadedModel
+    from l2d_jax.decoding.tools.call_reader import parse_tool_calls as parse_tool_calls
     from l2d_jax.errors import InputError as InputError
     from l2d_jax.errors import RunError as RunError
     from l2d_jax.loading import load as load
 
 _HOMES = {"load": "loading", "LoadedModel": "decoding.loaded_model", "InputError": "errors", "RunError": "errors"}
+_HOMES |= {"parse_tool_calls": "decoding.tools.call_reader"}
 
 
 def __getattr__(name: str) -> Any:

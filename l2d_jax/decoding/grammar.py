@@ -1,4 +1,4 @@
-"""Structured answers: which tokens may come next if the answer must be JSON, match a regex, or be one of a list.
+"""Structured answers: which tokens may come next in JSON, in a text that matches a regex, and in calls of tools.
 
 llguidance follows the grammar. Stop tokens are handled here: they are allowed exactly where the grammar may end. JSON
 has at most one space between its parts, so whitespace cannot go on forever. Nothing else makes an answer end before
@@ -11,7 +11,7 @@ import functools
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from decimal import Decimal
 from typing import Any
 
@@ -22,9 +22,13 @@ from transformers import PreTrainedTokenizerFast
 from l2d_jax.config.parsing import nearest
 from l2d_jax.data.tokenizer import text_ids
 from l2d_jax.decoding.stop_strings import to_text
+from l2d_jax.decoding.tools.call_format import find_call_format
+from l2d_jax.decoding.tools.call_grammar import call_grammar
+from l2d_jax.decoding.tools.schema_fault import find_fault
+from l2d_jax.decoding.tools.tool_use import ToolUse
 from l2d_jax.errors import InputError, first_line, require, shorten, shown
 
-FORMAT = "response_format"
+FORMAT, TOOLS = "response_format", "tools"  # fields of a request
 FIELDS = {"text": "type", "json_object": "type", "json_schema": "json_schema", "regex": "regex", "choice": "choices"}
 SPACING: Any = {"whitespace_pattern": " "}
 LONGEST = 64 * 1024  # largest schema, regex or list of choices, in bytes
@@ -32,57 +36,82 @@ MOST = {"keys": 1000, "choices": 1000}  # keys are counted over all mappings: ti
 LARGEST = 20_000  # limit on the sum and the common multiple of all `multipleOf`: llguidance builds a state for each
 # In llguidance's own units, chosen by measuring on two CPU cores. Its defaults allow compilation to take minutes.
 LIMITS: Any = {"initial_lexer_fuel": 200_000, "step_lexer_fuel": 50_000, "max_grammar_size": 50_000}
+ESCAPES = {"/": r"\x2F", "\\/": r"\x2F", "\n": r"\n"}  # within the slashes of Lark
 PROBE = 'é 東 ☃ {"a": 1}'  # characters of several bytes, and spaces
 
 
 class Grammar:
     """The grammar that the answers to a request follow: compiled once, then copied for each answer."""
 
-    def __init__(self, matcher: Any, stop_ids: Sequence[int], vocab_size: int) -> None:
-        """`matcher` is llguidance's; `vocab_size` is the model's, which may be larger than the tokenizer's."""
+    def __init__(self, matcher: Any, stop_ids: Sequence[int], vocab_size: int, *, source: str = FORMAT) -> None:
+        """`matcher` is llguidance's; `vocab_size` is the model's; `source` is the field that errors name."""
         self.is_ended = False  # whether a stop token was accepted
-        self._matcher, self.stop_ids, self._vocab_size = matcher, stop_ids, vocab_size
+        self._matcher, self.stop_ids, self._vocab_size, self._source = matcher, stop_ids, vocab_size, source
 
     @classmethod
     def compile(
-        cls, format: Any, tokenizer: PreTrainedTokenizerFast | None, *, vocab_size: int, stop_ids: Sequence[int]
+        cls,
+        format: Any,
+        tokenizer: PreTrainedTokenizerFast | None,
+        *,
+        vocab_size: int,
+        stop_ids: Sequence[int],
+        tools: ToolUse | None = None,
     ) -> "Grammar | None":
-        """Compile a `response_format`; None for the type `text`.
+        """Compile a `response_format`, and the calls of tools; None for the type `text` without tools.
 
         Formats are OpenAI's `json_object` and `json_schema`, {"type": "regex", "regex": "[0-9]+"} for the whole answer,
-        in Rust's syntax, and {"type": "choice", "choices": ["yes", "no"]}.
+        in Rust's syntax, and {"type": "choice", "choices": ["yes", "no"]}. With `tools`, the format is that of an
+        answer without calls. Calls are written as in the chat template, and their arguments follow the schemas.
         Raises `InputError` for any other format, for one that no answer can satisfy or that is too large, for a
-        tokenizer that llguidance cannot use, without a stop token, and if llguidance is not installed.
+        tokenizer that llguidance cannot use, without a stop token, and if llguidance is not installed. For tools, it
+        names the tool and the place in its schema.
         """
         kind, value = _parse({"type": "text"} if format is None else format)
-        if kind == "text":
+        if kind == "text" and tools is None:
             return None
+        source = FORMAT if tools is None else TOOLS
         try:
-            from llguidance import LLMatcher, LLParserLimits, grammar_from
+            from llguidance import LLMatcher, LLParserLimits
         except ImportError:
-            raise InputError(f"{FORMAT} needs the extra structured: pip install 'l2d_jax[structured]'") from None
-        tokens = _tokens(tokenizer, vocab_size, tuple(stop_ids))
+            raise InputError(f"{source} needs the extra structured: pip install 'l2d_jax[structured]'") from None
+        tokens = _tokens(tokenizer, vocab_size, tuple(stop_ids), source)
+        assert tokenizer is not None
+        limits = LLParserLimits(**LIMITS)
+
+        def compiled(text: str, source: str) -> Grammar:
+            grammar = cls(LLMatcher(tokens, text, log_level=0, limits=limits), stop_ids, vocab_size, source=source)
+            grammar.start().probe()
+            return grammar
+
+        _check_size(kind, value, FORMAT)
+        if tools is None:
+            return compiled(_write(kind, value), source)
+        _check_size("schemas", dict(tools.schemas), TOOLS)
+        rule = None if kind == "text" else _rule(kind, value)
+        if rule is not None:
+            compiled(_write(kind, value), FORMAT)  # an error of the format alone
+        form = find_call_format(tokenizer, stop_ids)
+        is_clear = rule is None or not form.is_bare or tools.is_required or not tools.may_call
+        problem = f"the chat template writes calls as bare JSON, which may be an answer with {FORMAT}"
+        require(is_clear, f"{problem}: leave {FORMAT} out, or set tool_choice to 'required' or 'none'")
+        options: dict[str, Any] = {"stop_ids": stop_ids, "json_options": SPACING, "text": rule}
         try:
-            is_json, schema = kind.startswith("json"), LLMatcher.grammar_from_json_schema
-            written = value if kind == "regex" else json.dumps(value)
-            _check_size(kind, value, written)
-            text = schema(written, overrides=SPACING) if is_json else grammar_from(kind, value)
-            matcher = LLMatcher(tokens, text, log_level=0, limits=LLParserLimits(**LIMITS))
-            grammar = cls(matcher, stop_ids, vocab_size)
+            return compiled(call_grammar(tools, form, tokenizer, **options), source)
         except InputError:
+            _blame(tools, lambda schema: compiled(_write("json_schema", schema), source))
             raise
-        except (TypeError, ValueError, RecursionError) as error:  # neither JSON nor UTF-8
-            raise _refusal(str(error)) from None
-        probe = grammar.start()  # a grammar that is empty or too large fails at the first or second token
-        inside = np.setdiff1d(np.flatnonzero(probe.mask()), stop_ids)
-        if inside.size:
-            probe.accept(int(inside[0]))
-            probe.mask()
-        return grammar
 
     def start(self) -> "Grammar":
         """A copy, to follow one answer; make it before this grammar has accepted any token."""
-        return Grammar(self._matcher.deep_copy(), self.stop_ids, self._vocab_size)
+        return Grammar(self._matcher.deep_copy(), self.stop_ids, self._vocab_size, source=self._source)
+
+    def probe(self) -> None:
+        """Accept one token; raises `InputError` for a grammar that is empty or too large, which fails by then."""
+        inside = np.setdiff1d(np.flatnonzero(self.mask()), self.stop_ids)
+        if inside.size:
+            self.accept(int(inside[0]))
+            self.mask()
 
     def mask(self) -> Bool[np.ndarray, " V"]:
         """The tokens that may come next, at least one; after the end, only stop tokens.
@@ -94,7 +123,7 @@ class Grammar:
         mask &= not self.is_ended
         mask[list(self.stop_ids)] = self._matcher.is_accepting()
         if self._matcher.is_error() or not mask.any():
-            raise _refusal(self._matcher.get_error() or "the vocabulary lacks a byte that has to come")
+            raise _refusal(self._matcher.get_error() or "the vocabulary lacks a byte that has to come", self._source)
         return mask
 
     def accept(self, token: int) -> None:
@@ -104,10 +133,53 @@ class Grammar:
             self._matcher.consume_token(token)
 
 
-def _check_size(kind: str, value: Any, written: str) -> None:
+def _write(kind: Any, value: Any) -> str:
+    """The grammar of a format alone, for llguidance."""
+    from llguidance import LLMatcher, grammar_from
+
+    try:
+        if kind in ("json_object", "json_schema"):
+            return str(LLMatcher.grammar_from_json_schema(json.dumps(value), overrides=SPACING))
+        return str(grammar_from(kind, value if kind == "regex" else json.dumps(value)))
+    except (TypeError, ValueError, RecursionError) as error:  # neither JSON nor UTF-8
+        raise _refusal(str(error), FORMAT) from None
+
+
+def _rule(kind: str, value: Any) -> str:
+    """A format as the body of a rule in Lark."""
+    if kind == "regex":
+        written = re.sub(r"\\.|/|\n", lambda found: ESCAPES.get(found[0], found[0]), value, flags=re.DOTALL)
+        return f"/{written}/"
+    if kind == "choice":
+        return " | ".join(map(json.dumps, value))
+    return f"%json {json.dumps({**value, 'x-guidance': SPACING})}"
+
+
+def _blame(tools: ToolUse, compiled: Callable[[Any], "Grammar"]) -> None:
+    """Raise `InputError` for the first tool whose schema cannot be followed, with the place of the problem."""
+
+    def problem_of(schema: Any) -> str | None:
+        try:
+            compiled(schema)
+        except InputError as error:
+            return str(error)
+        return None
+
+    for name, schema in tools.schemas.items():
+        found = find_fault(schema, problem_of)
+        if found is not None:
+            place = ".".join(filter(None, ("parameters", found[0])))
+            raise InputError(f"tool {name!r}, {shorten(place, 100)}: {found[1]}")
+
+
+def _check_size(kind: str, value: Any, source: str) -> None:
     """Raise `InputError` for a format that would take long to compile."""
+    try:
+        written = value if kind == "regex" else json.dumps(value)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise _refusal(str(error), source) from None
     size = len(written.encode(errors="surrogatepass"))
-    require(size <= LONGEST, f"{FORMAT} must have at most {LONGEST} bytes, got {size}: shorten it")
+    require(size <= LONGEST, f"{source} must have at most {LONGEST} bytes, got {size}: shorten it")
     counts, multiples, waiting = {"keys": 0, "choices": len(value) if kind == "choice" else 0}, list[Decimal](), [value]
     while waiting:  # no recursion: a schema may be deeper than Python's stack
         part = waiting.pop()
@@ -118,34 +190,35 @@ def _check_size(kind: str, value: Any, written: str) -> None:
                 multiples.append(abs(Decimal(repr(multiple))))
         waiting += part.values() if isinstance(part, dict) else part if isinstance(part, list | tuple) else ()
     for name, most in MOST.items():
-        require(counts[name] <= most, f"{FORMAT} must have at most {most} {name}, got {counts[name]}: take fewer")
+        require(counts[name] <= most, f"{source} must have at most {most} {name}, got {counts[name]}: take fewer")
     unit = Decimal(10) ** min([0, *(int(multiple.as_tuple().exponent) for multiple in multiples)])
     states = [int(multiple / unit) for multiple in multiples]
     largest = max(sum(states), math.lcm(*states))
-    rule = f"all multipleOf of {FORMAT} must have a common multiple of at most {LARGEST} of their last decimal"
+    rule = f"all multipleOf of {source} must have a common multiple of at most {LARGEST} of their last decimal"
     require(not states or largest <= LARGEST, f"{rule}, got {shown(largest)}: take smaller ones")
 
 
-def _refusal(reason: str) -> InputError:
+def _refusal(reason: str, source: str) -> InputError:
     """The error for a format that cannot be followed; `reason` is llguidance's, and may have many lines."""
     [line] = re.findall("^error: (.+)", reason, re.MULTILINE)[:1] or reason.splitlines()[:1]
+    line = line.removeprefix("failed to compile JSON schema: ")
     line = "there is none" if line.startswith("NoExtension") else shorten(line, 160)
-    return InputError(f"{FORMAT} must be one that answers of this model can meet ({line}): change or simplify it")
+    return InputError(f"{source} must be one that answers of this model can meet ({line}): change or simplify it")
 
 
 @functools.lru_cache(maxsize=8)
-def _tokens(tokenizer: PreTrainedTokenizerFast | None, vocab_size: int, stop_ids: tuple[int, ...]) -> Any:
+def _tokens(tokenizer: PreTrainedTokenizerFast | None, vocab_size: int, stop_ids: tuple[int, ...], source: str) -> Any:
     """The tokenizer as llguidance needs it; building it takes a second."""
     from llguidance.hf import from_tokenizer
 
     if tokenizer is None or not stop_ids:
-        raise InputError(f"{FORMAT} needs a tokenizer and a stop token: add tokenizer files that name an eos_token")
+        raise InputError(f"{source} needs a tokenizer and a stop token: add tokenizer files that name an eos_token")
     try:
         tokens = from_tokenizer(tokenizer, n_vocab=vocab_size, eos_token=list(stop_ids))
         [ids] = text_ids([PROBE], tokenizer)
         require(tokens.decode_bytes(ids).decode().strip() == to_text(ids, tokenizer).strip(), "it is read differently")
     except ValueError as error:
-        problem = f"{FORMAT} needs a tokenizer of bytes, or one that falls back to them, with ids that the model has"
+        problem = f"{source} needs a tokenizer of bytes, or one that falls back to them, with ids that the model has"
         raise InputError(f"{problem} ({first_line(error)[:100]}): use another model") from error
     return tokens
 

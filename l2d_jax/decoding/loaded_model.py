@@ -9,7 +9,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerFast
 
 from l2d_jax.config.schema import DecodeConfig
-from l2d_jax.data.messages import Message
+from l2d_jax.data.prompts import OnePrompt, as_list, has_text
 from l2d_jax.data.tokenizer import prompt_ids, require_tokenizer, text_ids
 from l2d_jax.decoding.generation import decode_lanes, generate_answers
 from l2d_jax.decoding.grammar import Grammar
@@ -17,17 +17,19 @@ from l2d_jax.decoding.likelihood import Likelihood, score_answers
 from l2d_jax.decoding.requests import SAMPLING_OPTIONS, Request, Restrictions, number_prompts, override_settings
 from l2d_jax.decoding.sampler import check_tokens
 from l2d_jax.decoding.stop_strings import GrowingText, to_text
+from l2d_jax.decoding.tools.call_format import find_call_format
+from l2d_jax.decoding.tools.tool_use import FIELDS, ToolUse, take_tool_use
 from l2d_jax.decoding.trace import TokenTrace, check_single_sample, trace
 from l2d_jax.distributed.memory import device_bytes
 from l2d_jax.errors import InputError, require
 from l2d_jax.model.l2d import Model
 
-OnePrompt = str | Sequence[Message] | Sequence[int]
 Answer = str | list[int]
 
 # Options that no `DecodeConfig` has.
 PENALTIES = ("frequency_penalty", "presence_penalty", "logit_bias")
-OTHER_OPTIONS = ("seed", "samples", "label", "stop", "allowed", "banned", "response_format", "settings", *PENALTIES)
+CALL_OPTIONS = ("seed", "samples", "label", "stop", "allowed", "banned", "response_format", "settings")
+OTHER_OPTIONS = (*CALL_OPTIONS, *PENALTIES, *FIELDS)
 
 
 @dataclass(frozen=True)
@@ -99,8 +101,9 @@ class LoadedModel:
           banned: token ids that may not be sampled.
           settings: decoding options to use instead of `defaults`.
           options: single decoding options by name; `response_format`, a JSON schema, a regular expression or a choice
-            that the answer follows, as `Grammar.compile` reads it; and `frequency_penalty`, `presence_penalty` and
-            `logit_bias`, as in OpenAI's API.
+            that the answer follows, as `Grammar.compile` reads it; and `frequency_penalty`, `presence_penalty`,
+            `logit_bias`, `tools`, `tool_choice` and `parallel_tool_calls`, as in OpenAI's API. `parse_tool_calls`
+            reads the calls in an answer, which are written as the chat template writes them.
 
         Returns:
           An answer for a single prompt, and a list of answers for a list.
@@ -110,13 +113,14 @@ class LoadedModel:
             text and the model has no tokenizer or no chat template; if a prompt is empty or too long; and if a logit is
             not a number.
         """
-        many, is_single = _as_list(prompts)
-        count = 1 if samples is None else samples
-        restrictions = self._restrict(stop, options)._replace(allowed=allowed, banned=banned)
-        request = self._request(many, label, settings, options, seed=seed, samples=count, restrictions=restrictions)
-        answers = generate_answers(self.decoder, request)
+        many, is_single = as_list(prompts)
+        count, tools = 1 if samples is None else samples, take_tool_use(options)
+        restrictions = self._restrict(stop, options, tools)._replace(allowed=allowed, banned=banned)
+        given: dict[str, Any] = {"restrictions": restrictions, "tools": tools, "samples": count, "seed": seed}
+        answers = generate_answers(self.decoder, self._request(many, label, settings, options, **given))
+        markers = self._markers(tools)
         shown = [
-            to_text(ids, self.tokenizer) + rest if _is_text(many[i // count]) else ids
+            to_text(ids, self.tokenizer, markers=markers) + rest if has_text(many[i // count]) else ids
             for i, (ids, rest) in enumerate(answers)
         ]
         results: list[Any] = shown if samples is None else [shown[i : i + count] for i in range(0, len(shown), count)]
@@ -151,9 +155,10 @@ class LoadedModel:
         Raises:
           InputError: as `generate` does, when the first piece is read.
         """
-        text = GrowingText(require_tokenizer(self.tokenizer))
-        restrictions = self._restrict(stop, options)
-        request = self._request([prompt], label, settings, options, seed=seed, restrictions=restrictions)
+        tools = take_tool_use(options)
+        text = GrowingText(require_tokenizer(self.tokenizer), markers=self._markers(tools))
+        given: dict[str, Any] = {"restrictions": self._restrict(stop, options, tools), "tools": tools}
+        request = self._request([prompt], label, settings, options, seed=seed, **given)
         for [piece] in decode_lanes(self.decoder, request):
             yield text.add(piece.tokens, is_last=piece.is_last, rest=piece.rest)
 
@@ -191,8 +196,8 @@ class LoadedModel:
         Raises:
           InputError: as `generate` does; if the lists have different lengths; and if an answer has no tokens.
         """
-        many, is_single = _as_list(prompts)
-        texts, is_one = _as_list(answers)
+        many, is_single = as_list(prompts)
+        texts, is_one = as_list(answers)
         for name in SAMPLING_OPTIONS:
             require(name not in options, f"a likelihood does not depend on {name}: leave it out")
         request = self._request(many, label, settings, options, seed=seed)
@@ -244,10 +249,13 @@ class LoadedModel:
         label: int | Sequence[int] | None,
         settings: DecodeConfig | None,
         options: Mapping[str, Any],
+        tools: ToolUse | None = None,
         **others: Any,
     ) -> Request:
         """The request for these prompts, as token ids; raises `InputError` as `generate` does."""
-        ids = [self._encode(prompt) for prompt in prompts]
+        for name in FIELDS:
+            require(name not in options, f"{name} is for generate and stream alone: leave it out")
+        ids = [self._encode(prompt, tools) for prompt in prompts]
         numbered = number_prompts(ids, labels=[label] * len(ids) if isinstance(label, int) else label)
         chosen = self.defaults if settings is None else settings
         several = {name: values for name, values in options.items() if isinstance(values, list)}
@@ -263,36 +271,30 @@ class LoadedModel:
             asked.add("guidance")
         return Request(numbered, common, stop_ids=self.stop_ids, tokenizer=self.tokenizer, asked=asked, **others)
 
-    def compile_grammar(self, response_format: Any) -> Grammar | None:
-        """Compile a `response_format` for this tokenizer; returns and raises what `Grammar.compile` does."""
+    def compile_grammar(self, response_format: Any, *, tools: ToolUse | None = None) -> Grammar | None:
+        """Compile a `response_format` and tools for this tokenizer; returns and raises what `Grammar.compile` does."""
         size = self.model.llm.architecture.vocab_size
-        return Grammar.compile(response_format, self.tokenizer, vocab_size=size, stop_ids=self.stop_ids)
+        options: dict[str, Any] = {"vocab_size": size, "stop_ids": self.stop_ids, "tools": tools}
+        return Grammar.compile(response_format, self.tokenizer, **options)
 
-    def _restrict(self, stop: str | Sequence[str], options: dict[str, Any]) -> Restrictions:
+    def _restrict(self, stop: str | Sequence[str], options: dict[str, Any], tools: ToolUse | None) -> Restrictions:
         """Take the restrictions out of `options`."""
-        grammar = self.compile_grammar(options.pop("response_format", None))
+        grammar = self.compile_grammar(options.pop("response_format", None), tools=tools)
         penalties = {name: options.pop(name) for name in PENALTIES if name in options}
         return Restrictions([stop] if isinstance(stop, str) else stop, grammar=grammar, **penalties)
 
-    def _encode(self, prompt: Any) -> list[int]:
+    def _markers(self, tools: ToolUse | None) -> Mapping[int, str]:
+        """The special tokens of calls, which the text of an answer with tools shows."""
+        return {} if tools is None else find_call_format(require_tokenizer(self.tokenizer), self.stop_ids).markers
+
+    def _encode(self, prompt: Any, tools: ToolUse | None) -> list[int]:
         if hasattr(prompt, "__len__"):
-            if _is_text(prompt):
+            if has_text(prompt):
                 messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-                return prompt_ids(messages, require_tokenizer(self.tokenizer))
+                schemas = None if tools is None else tools.tools
+                return prompt_ids(messages, require_tokenizer(self.tokenizer), tools=schemas)
             if all(isinstance(token, Integral) for token in prompt):
                 ids = [int(token) for token in prompt]
                 check_tokens([ids], self.model.llm.architecture.vocab_size)
                 return ids
         raise InputError(f"a prompt is text, a list of messages or a list of token ids, got {prompt!r}")
-
-
-def _is_text(prompt: Any) -> bool:
-    """Whether a prompt is text or a conversation, rather than token ids."""
-    return isinstance(prompt, str) or (len(prompt) > 0 and isinstance(prompt[0], Mapping))
-
-
-def _as_list(values: Any) -> tuple[Sequence[Any], bool]:
-    """One value or several as a list, and whether it was one."""
-    is_list = hasattr(values, "__len__") and not _is_text(values)
-    is_single = not is_list or (len(values) > 0 and isinstance(values[0], Integral))
-    return ([values] if is_single else values), is_single

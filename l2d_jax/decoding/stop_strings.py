@@ -8,8 +8,9 @@ import functools
 import itertools
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from copy import copy
+from types import MappingProxyType
 
 from transformers import PreTrainedTokenizerFast
 
@@ -22,6 +23,7 @@ LAST = 8  # number of tokens before a stop string among which one that ends at a
 GARBLED = 3  # largest number of wrong characters at the start of a text whose first token begins within a character
 CONTEXT = 16  # tokens decoded in front of new ones, because a decoder may drop the first space of a text
 WINDOW, LONGEST_WINDOW = 48, 512  # window sizes at which old tokens are dropped: if that is safe, and in any case
+NO_MARKERS: Mapping[int, str] = MappingProxyType({})
 
 
 class StopSearch:
@@ -157,8 +159,9 @@ class _Match:
 class GrowingText:
     """The text of an answer that arrives token by token, in pieces of complete characters."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, *, markers: Mapping[int, str] = NO_MARKERS) -> None:
+        """`markers` are the special tokens that the text shows."""
+        self._tokenizer, self._markers = tokenizer, markers
         self.ids: list[int] = []
         self.length = 0  # length of the text, in characters
         self.is_whole = True  # whether the tokens so far end at a full character
@@ -176,7 +179,7 @@ class GrowingText:
         """Add new tokens, and `rest`, the text of a token that was cut; returns what they add to the text."""
         self.ids += ids
         self._window += ids
-        text = to_text(self._window, self._tokenizer)
+        text = to_text(self._window, self._tokenizer, markers=self._markers)
         self.is_whole = is_last or not text.endswith(PARTIAL)
         if not self.is_whole:
             text = text.removesuffix(PARTIAL)
@@ -190,19 +193,28 @@ class GrowingText:
     def _shorten(self, text: str) -> None:
         """Drop the oldest tokens of the window, whose text is `text`, if the text of the others stays the same."""
         window = self._window[-CONTEXT:]
-        shorter = to_text(window, self._tokenizer)
+        shorter = to_text(window, self._tokenizer, markers=self._markers)
         shorter = shorter if self.is_whole else shorter.removesuffix(PARTIAL)
         is_same = len(shorter) > GARBLED and text.endswith(shorter[GARBLED:])
         if is_same or len(self._window) > LONGEST_WINDOW:
             self._window, self._sent = window, self._sent - len(text) + len(shorter)
 
 
-def to_text(ids: Sequence[int], tokenizer: PreTrainedTokenizerFast | None) -> str:
-    """Convert an answer to text, without special tokens. The tokenizer must not be None.
+def to_text(
+    ids: Sequence[int], tokenizer: PreTrainedTokenizerFast | None, *, markers: Mapping[int, str] = NO_MARKERS
+) -> str:
+    """Convert an answer to text, without special tokens other than `markers`. The tokenizer must not be None.
 
     Tokens of single bytes are joined and shown character by character. transformers shows none of them as soon as one
     byte fits no character, and so would take back text that a stream has already shown.
     """
+    if not markers.keys().isdisjoint(ids):
+        groups = itertools.groupby(ids, lambda token: token if token in markers else None)
+        texts = [
+            to_text([*group], tokenizer) if marker is None else markers[marker] * len([*group])
+            for marker, group in groups
+        ]
+        return "".join(texts)
     assert tokenizer is not None
     backend, single = tokenizer.backend_tokenizer, _single_bytes(tokenizer)
     if single.isdisjoint(ids):

@@ -99,6 +99,8 @@ class ServerApp:
             Route("/v1/paths/{name:path}", self._drop_path, methods=["DELETE"]),
             Route("/v1/chat/completions", partial(self._answer, is_chat=True), methods=["POST"]),
             Route("/v1/completions", partial(self._answer, is_chat=False), methods=["POST"]),
+            Route("/tokenize", partial(self._convert, convert=self._protocol.tokenize), methods=["POST"]),
+            Route("/detokenize", partial(self._convert, convert=self._protocol.detokenize), methods=["POST"]),
         ]
         handlers = dict.fromkeys((HTTPException, Exception), lambda _, error: respond(error))
         middleware = [Middleware(AccessGate, access=self._access)]
@@ -144,6 +146,16 @@ class ServerApp:
             return self._models.get(name)
         except InputError as error:
             raise HTTPException(404, str(error)) from None
+
+    async def _convert(self, request: Request, *, convert: Callable[[bytes], dict[str, Any]]) -> Response:
+        """Answer a request that needs the tokenizer alone."""
+        self._access.check_key(request.headers)
+        try:
+            async with asyncio.timeout(self._limit):
+                body = await self._body(request)
+                return JSONResponse(await anyio.to_thread.run_sync(convert, body, limiter=self._readers))
+        except Exception as error:
+            return respond(error)
 
     async def _answer(self, request: Request, *, is_chat: bool) -> Response:
         self._access.check_key(request.headers)
@@ -218,8 +230,8 @@ class ServerApp:
                         reply.trace = told
                     elif told.ending == "broken":
                         raise InputError("its logits were not numbers, or its format grew too large: ask for less")
-                    else:
-                        yield reply.add(told)
+                    elif (added := reply.add(told)) is not None:
+                        yield added
                 if asked.body.stream_options.include_usage:
                     yield reply.last_chunk()
             finally:

@@ -18,6 +18,7 @@ from l2d_jax.config.parsing import from_dict, nearest
 from l2d_jax.config.schema import DecodeConfig
 from l2d_jax.decoding.requests import check_biases
 from l2d_jax.decoding.sampler import LIKELIEST
+from l2d_jax.decoding.tools.tool_use import ToolUse, read_tool_use
 from l2d_jax.errors import InputError, require, shorten, shown
 from l2d_jax.serving.api.limits import DEPTH, FORMAT_BYTES, STOP_LENGTH
 
@@ -27,19 +28,21 @@ TokensOrZero = Annotated[int, Interval(ge=0, le=10**7)]
 OPTIONS = {option.name for option in dataclasses.fields(DecodeConfig)} - {"max_new_tokens"}
 IN_ADDRESS = OPTIONS | {"label", "score_draws"}  # fields that the address may have, for clients that cannot send them
 # Fields that never change an answer.
-IGNORED = {"user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"}
-NEUTRAL: dict[str, tuple[Any, ...]] = {  # the values that change nothing; other values are refused
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),  # without tools
-    "parallel_tool_calls": (True, False),
-    "functions": ([],),
-    "function_call": ("none", "auto"),
-    "modalities": (["text"],),
-    "store": (False,),
-    "suffix": ("",),
-    "verbosity": ("medium",),  # OpenAI's default
+IGNORED = {"user", "metadata", "service_tier", "safety_identifier", "prediction"}
+IGNORED |= {"prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"}
+# The values that change nothing; other values are refused, with a remedy. No value: always refused.
+NEUTRAL_CHAT: dict[str, tuple[tuple[Any, ...], str]] = {
+    "functions": (([],), "declare them as tools"),
+    "function_call": (("none", "auto"), "set tool_choice"),
+    "modalities": ((["text"],), "answers are text"),
+    "audio": ((), "answers are text: leave it out"),
+    "web_search_options": ((), "this server searches nothing: leave it out"),
+    "moderation": ((), "this server moderates nothing: leave it out"),
+    "store": ((False,), "leave it out"),
+    "verbosity": (("medium",), "leave it out"),  # OpenAI's default
 }
 NAME, NAME_LENGTH = re.compile(r"[\w.:/-]+", re.ASCII), 128
+NEUTRAL_COMPLETION: dict[str, tuple[tuple[Any, ...], str]] = {"suffix": (("",), "leave it out")}
 SURROGATE = re.compile("[\ud800-\udfff]")
 
 
@@ -48,6 +51,11 @@ class StreamOptions:
     """Options of a stream."""
 
     include_usage: bool = False  # whether a last chunk has the numbers of tokens and evaluations
+    include_obfuscation: bool = False  # whether chunks are padded to hide their length, which this server does not do
+
+    def check(self) -> None:
+        """Raise `InputError` for what this server does not do."""
+        require(not self.include_obfuscation, "stream_options.include_obfuscation is not supported: leave it out")
 
 
 @dataclass(frozen=True)
@@ -89,8 +97,9 @@ class _Common:
             require(len(stop) <= STOP_LENGTH, f"{problem}: shorten it")
         effort = self.reasoning_effort
         require(effort is None or isinstance(effort, str), f"reasoning_effort must be text, got {shown(effort)}")
+        self.stream_options.check()
         _check_biases(self.logit_bias)
-        _check_format(self.response_format)
+        _check_size(self.response_format, "response_format")
 
 
 @dataclass(frozen=True)
@@ -101,6 +110,14 @@ class ChatBody(_Common):
     max_completion_tokens: TokensOrZero | None = None
     logprobs: bool = False
     top_logprobs: Alternatives = 0
+    tools: object = None  # functions that the answer may call
+    tool_choice: object = None
+    parallel_tool_calls: object = None
+
+    @property
+    def tool_use(self) -> ToolUse | None:
+        """The tools, and which of them the answer may call; raises `InputError`."""
+        return read_tool_use(self.tools, self.tool_choice, parallel=self.parallel_tool_calls)
 
     @property
     def alternatives(self) -> int | None:
@@ -109,7 +126,7 @@ class ChatBody(_Common):
 
     def without_texts(self) -> "ChatBody":
         """The fields that a reply needs; the others may be large."""
-        return dataclasses.replace(self, messages=None, response_format=None, logit_bias=None)
+        return dataclasses.replace(self, messages=None, response_format=None, logit_bias=None, tools=None)
 
     @property
     def longest(self) -> int | None:
@@ -123,11 +140,15 @@ class ChatBody(_Common):
         require(len(both) <= 1, "max_tokens and max_completion_tokens differ: give one of them")
         require(self.logprobs or self.top_logprobs == 0, "top_logprobs needs logprobs: set it to true")
         require(self.longest != 0, "max_tokens must be at least 1, got 0")
-        is_list = isinstance(self.messages, list) and len(self.messages) > 0
-        require(is_list, f"messages must be a list of at least one message, got {shown(self.messages)}")
-        for message in self.messages:  # type: ignore[attr-defined]
-            is_message = isinstance(message, Mapping) and isinstance(message.get("role"), str)
-            require(is_message, f"a message has a role and a content, got {shown(message)}")
+        check_messages(self.messages)
+        is_list = self.tools is None or isinstance(self.tools, list)
+        require(is_list, f"tools must be a list of functions, got {shown(self.tools)}: write [...]")
+        _check_size(self.tools, "tools")
+        use = self.tool_use
+        can_score = not self.logprobs or use is None or not use.may_call
+        require(
+            can_score, "logprobs do not know calls of tools: leave one of the two out, or set tool_choice to 'none'"
+        )
 
 
 @dataclass(frozen=True)
@@ -234,19 +255,28 @@ def read_address(query: Mapping[str, str]) -> dict[str, Any]:
 def read_body(values: Any, *, is_chat: bool) -> tuple[ChatBody | CompletionBody, dict[str, Any]]:
     """Split a body into its fields and its decoding options (unchecked values); raises `InputError`."""
     require(isinstance(values, Mapping), f"the body must be a JSON object, got {shown(values)}")
-    kind = ChatBody if is_chat else CompletionBody
+    kind, neutral = (ChatBody, NEUTRAL_CHAT) if is_chat else (CompletionBody, NEUTRAL_COMPLETION)
     values = {name: value for name, value in values.items() if value is not None and name not in IGNORED}
     fields = {one.name for one in dataclasses.fields(kind)}
     for name in values:
-        known = fields | OPTIONS | set(NEUTRAL)
+        known = fields | OPTIONS | set(neutral)
         require(name in known, f"unknown field {shown(name)}{nearest(name[:100], known)}")
-    for name, neutral in NEUTRAL.items():
-        value = values.pop(name, neutral[0])
-        is_neutral = any(type(value) is type(one) and value == one for one in neutral)
-        require(is_neutral, f"{name} {shown(value)} is not supported: leave it out")
+    for name, (allowed, remedy) in neutral.items():
+        value = values.pop(name, None)
+        is_neutral = value is None or any(type(value) is type(one) and value == one for one in allowed)
+        require(is_neutral, f"{name} {shown(value)} is not supported: {remedy}")
     body = from_dict(kind, {name: value for name, value in values.items() if name in fields}, prefix="body")
     body.check()
     return body, {name: value for name, value in values.items() if name in OPTIONS}
+
+
+def check_messages(messages: Any) -> None:
+    """Raise `InputError` unless `messages` are messages with roles; their contents are checked later."""
+    is_list = isinstance(messages, list) and len(messages) > 0
+    require(is_list, f"messages must be a list of at least one message, got {shown(messages)}")
+    for message in messages:
+        is_message = isinstance(message, Mapping) and isinstance(message.get("role"), str)
+        require(is_message, f"a message has a role and a content, got {shown(message)}")
 
 
 def text_length(value: Any) -> int:
@@ -278,7 +308,7 @@ def _check_biases(value: Any) -> None:
     check_biases({int(token): bias for token, bias in biases.items()})
 
 
-def _check_format(value: Any) -> None:
-    """Raise `InputError` for a response format that is too large to compile while others wait."""
+def _check_size(value: Any, name: str) -> None:
+    """Raise `InputError` for a field that is too large to compile while others wait."""
     size = len(json.dumps(value))
-    require(size <= FORMAT_BYTES, f"response_format has at most {FORMAT_BYTES} bytes, got {size}: simplify it")
+    require(size <= FORMAT_BYTES, f"{name} has at most {FORMAT_BYTES} bytes, got {size}: simplify it")

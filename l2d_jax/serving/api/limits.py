@@ -42,6 +42,11 @@ class RequestLimits:
         problem = f"a prompt of {length} characters exceeds the {self.context} tokens of this server"
         require(length <= most, f"{problem}: shorten it")
 
+    def check_messages(self, messages: Any) -> None:
+        """Raise `InputError`, before a template is rendered, for more messages than tokens."""
+        problem = f"{len(messages)} messages exceed the {self.context} tokens of this server: leave some out"
+        require(len(messages) <= self.context, problem)
+
     def check_count(self, prompts: int, *, samples: int) -> None:
         """Raise `InputError` for more answers than the queue can ever hold."""
         problem = f"a request asks for at most {self.answers} answers here, got {prompts * samples}"

@@ -17,12 +17,16 @@ from l2d_jax.decoding.generation import make_answers
 from l2d_jax.decoding.requests import Answer, Request, Restrictions, number_prompts, override_settings, path_config
 from l2d_jax.decoding.sampler import check_tokens
 from l2d_jax.decoding.stop_strings import to_text
+from l2d_jax.decoding.tools.call_format import CallFormat
+from l2d_jax.decoding.tools.tool_use import ToolUse
 from l2d_jax.decoding.trace import check_single_sample
 from l2d_jax.errors import require
 from l2d_jax.serving.api import echo
 from l2d_jax.serving.api.bodies import ChatBody, CompletionBody, parse_json, read_address, read_body, text_length
 from l2d_jax.serving.api.choices import RankedChoices, check_choices, score_choices, split_format
 from l2d_jax.serving.api.scoring import DRAWS, check_draws
+from l2d_jax.serving.api.tokenization import DetokenizeBody, TokenizeBody, detokenize, read_tokens_body, tokenize
+from l2d_jax.serving.api.tools import format_of_calls
 from l2d_jax.serving.models import Catalogue, ServedModel
 
 
@@ -37,6 +41,7 @@ class Asked:
     echoes: Sequence[echo.Echo] = ()  # one per prompt, if the reply repeats the prompts
     ranked: Sequence[RankedChoices] = ()  # one per prompt, if the reply has the probabilities of choices
     scoring: Sequence[Iterator[int]] = ()  # iterators that score echoes and choices, piece by piece
+    calls: CallFormat | None = None  # how calls of tools are written, if the answers may have some
 
     @property
     def is_answered(self) -> bool:
@@ -82,13 +87,26 @@ class Protocol:
         body = replace(body, response_format=format)
         request = self._request(model, body, prompts, settings, options)
         answers = self._answers(model, body, request)
-        asked = Asked(body.without_texts(), answers, sum(map(len, prompts)), model)
+        calls = format_of_calls(model.loaded, _tool_use(body), body.response_format)
+        asked = Asked(body.without_texts(), answers, sum(map(len, prompts)), model, calls=calls)
         if isinstance(body, CompletionBody) and body.echo:
             asked = self._echoed(asked, body, request, options)
         asked = self._ranked(asked, choices, request, draws=body.score_draws) if choices else asked
         unused = "score_draws changes nothing without echo and logprobs, or a response_format of type choice"
         require(body.score_draws is None or len(asked.scoring) > 0, f"{unused}: leave it out")
         return asked
+
+    def tokenize(self, data: bytes) -> dict[str, Any]:
+        """The reply to a body of `/tokenize`; raises `InputError`."""
+        body = read_tokens_body(TokenizeBody, parse_json(data))
+        self.models.get(body.model)
+        return tokenize(body, self.tokenizer, self._limits, longest_token=self._longest_token)
+
+    def detokenize(self, data: bytes) -> dict[str, Any]:
+        """The reply to a body of `/detokenize`; raises `InputError`."""
+        body = read_tokens_body(DetokenizeBody, parse_json(data))
+        self.models.get(body.model)
+        return detokenize(body, self.tokenizer, self._limits, vocab_size=self._vocab_size)
 
     def _settings(self, model: ServedModel, body: ChatBody | CompletionBody, options: dict[str, Any]) -> DecodeConfig:
         """The decoding options of a request, checked against the limits."""
@@ -111,7 +129,7 @@ class Protocol:
         seed = secrets.randbelow(2**31) if body.seed is None else body.seed
         numbered = number_prompts(prompts, labels=[body.label] * len(prompts))
         penalties: dict[str, Any] = {name: getattr(body, name) for name in ("frequency_penalty", "presence_penalty")}
-        grammar = model.loaded.compile_grammar(body.response_format)
+        grammar = model.loaded.compile_grammar(body.response_format, tools=_tool_use(body))
         restrictions = Restrictions(body.stops, grammar=grammar, logit_bias=body.biases, **penalties)
         asked = {*options} if body.label is None else {*options, "label"}
         common: dict[str, Any] = {"restrictions": restrictions, "tokenizer": self.tokenizer, "asked": asked}
@@ -129,7 +147,7 @@ class Protocol:
             check_single_sample(request.settings)
             require(count == 1, "a trace is of one answer: leave out n, and give one prompt")
             grammar = request.restrictions.grammar
-            require(grammar is None, "a trace does not know response_format: leave one of the two out")
+            require(grammar is None, "a trace does not know response_format or tools: leave one of the two out")
             require(body.longest != 0, "a trace is of an answer: give max_tokens of at least 1")
         return answers
 
@@ -171,10 +189,11 @@ class Protocol:
         """A conversation as token ids."""
         self._limits.check_count(1, samples=body.n)
         messages: Any = body.messages
-        problem = f"{len(messages)} messages exceed the {self._limits.context} tokens of this server: leave some out"
-        require(len(messages) <= self._limits.context, problem)
-        self._limits.check_text(text_length(messages), longest_token=self._longest_token)
-        return prompt_ids(messages, self.tokenizer)
+        self._limits.check_messages(messages)
+        use = body.tool_use
+        tools = None if use is None else [*use.tools]
+        self._limits.check_text(text_length([messages, tools]), longest_token=self._longest_token)
+        return prompt_ids(messages, self.tokenizer, tools=tools)
 
     def _prompt(self, prompt: str | list[int]) -> list[int]:
         """A prompt as token ids; the tokenizer adds its special tokens to a text, such as a BOS token."""
@@ -183,3 +202,7 @@ class Protocol:
         self._limits.check_text(len(prompt), longest_token=self._longest_token)
         ids: list[int] = self.tokenizer(prompt, verbose=False)["input_ids"]
         return ids
+
+
+def _tool_use(body: ChatBody | CompletionBody) -> ToolUse | None:
+    return body.tool_use if isinstance(body, ChatBody) else None

@@ -17,6 +17,7 @@ from l2d_jax.serving.api.bodies import ChatBody
 from l2d_jax.serving.api.choices import RankedChoices
 from l2d_jax.serving.api.echo import Echo
 from l2d_jax.serving.api.protocol import Asked
+from l2d_jax.serving.api.tools import CallMessage
 
 
 class Offsets:
@@ -43,6 +44,7 @@ class Choice:
     offsets: Offsets
     echo: Echo | None = None  # the prompt, if the reply repeats it
     ranked: RankedChoices | None = None  # choices, if the reply has their probabilities
+    calls: CallMessage | None = None  # its message, if it may call tools
     ids: list[int] = field(default_factory=list)  # all tokens that have log-probabilities
     scores: list[TokenScore | None] = field(default_factory=list)
     ending: str = ""
@@ -64,7 +66,9 @@ class Reply:
             echo = asked.echoes[index // copies] if asked.echoes else None
             ranked = asked.ranked[index // copies] if asked.ranked else None
             ending = "" if asked.is_answered else "length"
-            choice = Choice(index, GrowingText(tokenizer), Offsets(tokenizer), echo, ranked, ending=ending)
+            calls = None if asked.calls is None else CallMessage(asked.calls)
+            text = GrowingText(tokenizer, markers={} if asked.calls is None else asked.calls.markers)
+            choice = Choice(index, text, Offsets(tokenizer), echo, ranked, calls, ending=ending)
             self._choices[answer.number] = choice
         self.trace: Sequence[TokenTrace] | None = None  # trace of a single answer; it arrives before the last piece
 
@@ -80,8 +84,8 @@ class Reply:
                 chunks.append(self._object([self._shown(choice, ids, scores, {"text": choice.echo.text})], chunk=True))
         return chunks
 
-    def add(self, piece: Piece) -> dict[str, Any]:
-        """Add a piece; returns the stream chunk for it."""
+    def add(self, piece: Piece) -> dict[str, Any] | None:
+        """Add a piece; returns the stream chunk for it, or None while a call of a tool is opened."""
         choice = self._choices[piece.answer]
         role = {} if choice.is_opened else {"role": "assistant"}
         text = choice.text.add(piece.tokens, is_last=piece.is_last, rest=piece.rest)
@@ -93,7 +97,15 @@ class Reply:
         choice.evaluations += piece.evaluations
         choice.passes += piece.passes
         choice.ending, choice.is_opened = piece.ending, True
-        content = {"delta": role | {"content": text}} if self._is_chat else {"text": text}
+        if choice.calls is None:
+            content = {"delta": role | {"content": text}} if self._is_chat else {"text": text}
+        else:
+            empty = {"content": None} if role else {}
+            content = {"delta": role | empty | choice.calls.add(text, is_last=piece.is_last)}
+            if choice.ending == "stop" and choice.calls.has_called:
+                choice.ending = "tool_calls"
+            if not content["delta"] and not choice.ending:
+                return None
         return self._object([self._shown(choice, ids, scores, content)], chunk=True)
 
     @property
@@ -105,13 +117,14 @@ class Reply:
         """The reply as one object, after all answers have ended."""
         shown = []
         for choice in self._choices.values():
-            message = {"role": "assistant", "content": choice.text.shown, "refusal": None}
+            said = {"content": choice.text.shown} if choice.calls is None else choice.calls.whole()
+            message = {"role": "assistant", "refusal": None} | said
             text = choice.text.shown if choice.echo is None else choice.echo.text + choice.text.shown
             content = {"message": message} if self._is_chat else {"text": text}
             shown.append(self._shown(choice, choice.ids, choice.scores, content, is_whole=True))
         return self._object(shown) | {"usage": self.usage()}
 
-    def usage(self) -> dict[str, int]:
+    def usage(self) -> dict[str, Any]:
         """Numbers of tokens, evaluations of the path, and passes over the weights for the answers."""
         new = sum(len(choice.text.ids) for choice in self._choices.values())
         counts = {"prompt_tokens": self._asked.prompt_tokens, "completion_tokens": new}
@@ -120,7 +133,8 @@ class Reply:
         evaluations += sum(ranked.evaluations for ranked in self._asked.ranked)
         passes = sum(one.passes for one in self._choices.values())
         counts["total_tokens"] = self._asked.prompt_tokens + new
-        return counts | {"evaluations": evaluations, "passes": passes}
+        details = {"prompt_tokens_details": {"cached_tokens": 0}, "completion_tokens_details": {"reasoning_tokens": 0}}
+        return counts | details | {"evaluations": evaluations, "passes": passes}
 
     def last_chunk(self) -> dict[str, Any]:
         """The last chunk of a stream whose client wants usage."""

@@ -1,5 +1,7 @@
 """Bodies of requests, read without a model: JSON, fields, and their sizes."""
 
+import dataclasses
+import inspect
 import json
 import random
 from typing import Any
@@ -7,7 +9,18 @@ from typing import Any
 import pytest
 
 from l2d_jax.errors import InputError
-from l2d_jax.serving.api.bodies import parse_json, read_body, text_length
+from l2d_jax.serving.api.bodies import (
+    IGNORED,
+    NEUTRAL_CHAT,
+    NEUTRAL_COMPLETION,
+    OPTIONS,
+    ChatBody,
+    CompletionBody,
+    parse_json,
+    read_body,
+    text_length,
+)
+from tests.support.tool_templates import function
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}]}
 
@@ -56,8 +69,10 @@ NOTHING_CHANGED = [
     {"tools": [], "tool_choice": "auto"},
     {"tool_choice": "none", "parallel_tool_calls": True},
     {"parallel_tool_calls": False, "functions": [], "function_call": "none"},
-    {"verbosity": "medium", "modalities": ["text"], "store": False},
+    {"verbosity": "medium", "modalities": ["text"], "store": False, "audio": None, "web_search_options": None},
     {"user": "\u2603", "metadata": {"a": 1}, "service_tier": "auto", "prompt_cache_key": "x"},
+    {"prediction": {"type": "content", "content": "x"}, "prompt_cache_options": {"mode": "implicit"}},
+    {"prompt_cache_retention": "24h", "safety_identifier": "x", "stream_options": {"include_obfuscation": False}},
     {"frequency_penalty": 0, "presence_penalty": 0.0, "logit_bias": {}, "stop": None},
 ]
 
@@ -68,12 +83,23 @@ def test_fields_that_change_nothing_are_taken(fields):
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"tools": [{}], "tool_choice": "none"}, "tools [{}] is not supported"),
-    ({"tool_choice": "required"}, "tool_choice 'required' is not supported"),
+    ({"tools": [{}], "tool_choice": "none"}, "tools[0].type must be 'function', got None"),
+    ({"tools": {"a": 1}}, "tools must be a list of functions"),
+    ({"tools": "[]"}, "tools must be a list of functions"),
+    ({"tools": [function("a", {"title": "x" * 70_000})]}, "tools has at most 65536 bytes"),
+    ({"tools": [function("a")], "logprobs": True}, "logprobs do not know calls of tools"),
+    ({"tool_choice": "required"}, "tool_choice 'required' needs tools, and the request has none"),
     ({"tool_choice": {"type": "function"}}, "tool_choice"),
-    ({"parallel_tool_calls": 1}, "parallel_tool_calls 1 is not supported"),
-    ({"verbosity": "low"}, "verbosity 'low' is not supported"),
-    ({"store": True}, "store True is not supported"),
+    ({"parallel_tool_calls": 1}, "parallel_tool_calls must be true or false, got 1"),
+    ({"functions": [{"name": "a"}]}, "functions [{'name': 'a'}] is not supported: declare them as tools"),
+    ({"function_call": {"name": "a"}}, "function_call {'name': 'a'} is not supported: set tool_choice"),
+    ({"modalities": ["text", "audio"]}, "modalities ['text', 'audio'] is not supported: answers are text"),
+    ({"audio": {"voice": "x"}}, "audio {'voice': 'x'} is not supported: answers are text"),
+    ({"web_search_options": {}}, "web_search_options {} is not supported: this server searches nothing"),
+    ({"moderation": {"model": "x"}}, "moderation {'model': 'x'} is not supported"),
+    ({"stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation is not supported"),
+    ({"verbosity": "low"}, "verbosity 'low' is not supported: leave it out"),
+    ({"store": True}, "store True is not supported: leave it out"),
     ({"frequency_penalty": 2.5}, "frequency_penalty must be in [-2, 2]"),
     ({"presence_penalty": "1"}, "presence_penalty must be of type float"),
     ({"logit_bias": {"a": 1}}, "logit_bias must map token ids to numbers"),
@@ -101,6 +127,20 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("fields", "problem"), REFUSED)
 def test_other_values_are_refused(fields, problem):
     assert problem in refusal(CHAT | fields)
+
+
+def test_every_field_of_openais_client_is_known():
+    """Each is honoured, taken because it changes nothing, or refused with a remedy; a new one shows up here."""
+    openai = pytest.importorskip("openai", reason="openai is in the extra dev")
+    of_http = {"self", "extra_headers", "extra_query", "extra_body", "timeout"}
+    for client, kind, neutral in (
+        (openai.resources.chat.Completions, ChatBody, NEUTRAL_CHAT),
+        (openai.resources.Completions, CompletionBody, NEUTRAL_COMPLETION),
+    ):
+        sent = set(inspect.signature(client.create).parameters) - of_http
+        assert len(sent) > 15
+        known = {field.name for field in dataclasses.fields(kind)} | OPTIONS | IGNORED | set(neutral)
+        assert sent - known == set()
 
 
 @pytest.mark.parametrize("levels", [70, 600, 950])
