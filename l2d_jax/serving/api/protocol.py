@@ -61,7 +61,11 @@ class Protocol:
 
         `query` has the fields of the address, which hold where the body has none.
         """
-        values, defaults = parse_json(data), read_address(query)
+        return self.read_values(parse_json(data), is_chat=is_chat, query=query)
+
+    def read_values(self, values: Any, *, is_chat: bool, query: Mapping[str, str]) -> Asked:
+        """As `read`, with a body that is parsed already."""
+        defaults = read_address(query)
         if isinstance(values, Mapping):
             named = {} if values.get("reasoning_effort") is None else {"budget": None}  # a budget by its name
             values = defaults | named | {name: value for name, value in values.items() if value is not None}
