@@ -141,7 +141,9 @@ class ServerApp:
         cancel = partial(self._engine.cancel, [*works, *scoring])
         reply = Reply(asked, self._protocol.tokenizer, name=self._protocol.name)
         chunks = self._follow(asked, reply, queue, deadline=deadline)
-        response = None if repeated is None else ResponseReply(asked, repeated, name=self._protocol.name)
+        response = None
+        if repeated is not None:
+            response = ResponseReply(asked.answers[0].settings, repeated, name=self._protocol.name)
         if asked.body.stream:
             events = self._stream(chunks) if response is None else self._stream_response(response, chunks, reply)
             return _Stream(events, cancel)

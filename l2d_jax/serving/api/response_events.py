@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from l2d_jax.serving.api.protocol import Asked
+from l2d_jax.config.schema import DecodeConfig
 
 CODES = {429: "rate_limit_exceeded", 400: "invalid_prompt"}  # OpenAI's codes of failures; others: server_error
 
@@ -17,10 +17,9 @@ CODES = {429: "rate_limit_exceeded", 400: "invalid_prompt"}  # OpenAI's codes of
 class ResponseReply:
     """The reply to one request, as one object or as events."""
 
-    def __init__(self, asked: Asked, repeated: Mapping[str, Any], *, name: str) -> None:
-        """`repeated` are the fields of the request that the reply repeats; `name` is the model's."""
+    def __init__(self, settings: DecodeConfig, repeated: Mapping[str, Any], *, name: str) -> None:
+        """`settings` are those of the answer; `repeated`: fields of the request; `name`: the model's."""
         self._key, self._count = secrets.token_hex(12), 0
-        settings = asked.answers[0].settings
         self._head = {
             "id": f"resp_{self._key}",
             "object": "response",

@@ -29,7 +29,7 @@ def read_input(value: Any) -> list[dict[str, Any]]:
     for number, item in enumerate(value):
         place = f"input[{number}]"
         require(isinstance(item, Mapping), f"{place} must be an object, got {shown(item)}")
-        match item.get("type", "message"):
+        match item.get("type") or "message":
             case "message":
                 messages.append(_message(item, place))
             case "function_call":

@@ -86,7 +86,8 @@ def to_chat(body: Mapping[str, Any]) -> dict[str, Any]:
         hint = f": did you mean {NAMES[name]!r}?" if name in NAMES else nearest(name[:100], known)
         require(name in known, f"unknown field {shown(name)}{hint}")
     for name, remedy in STORED.items():
-        require(name not in body, f"{name} {shown(body.get(name))} is unknown: this server stores nothing, {remedy}")
+        rule = f"{name} refers to something stored, and this server stores none"
+        require(name not in body, f"{rule}, got {shown(body.get(name))}: {remedy}")
     for name, values in NEUTRAL.items():
         value = body.get(name, values[0])
         is_neutral = any(type(value) is type(one) and value == one for one in values)
@@ -168,7 +169,7 @@ def _object(body: Mapping[str, Any], field: str, known: set[str]) -> dict[str, A
     require(isinstance(value, Mapping), f"{field} must be an object, got {shown(value)}")
     given = {name: one for name, one in value.items() if one is not None}
     for name in given:
-        problem = f"{shown(name)} of {field} is not supported"
+        problem = f"{field} has no {shown(name)} here"
         require(name in known, f"{problem}: leave it out")
     return given
 
