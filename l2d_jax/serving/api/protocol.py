@@ -24,6 +24,7 @@ from l2d_jax.serving.api import echo
 from l2d_jax.serving.api.bodies import ChatBody, CompletionBody, parse_json, read_address, read_body, text_length
 from l2d_jax.serving.api.choices import RankedChoices, check_choices, score_choices, split_format
 from l2d_jax.serving.api.limits import RequestLimits
+from l2d_jax.serving.api.roles import name_system
 from l2d_jax.serving.api.scoring import DRAWS, check_draws
 
 
@@ -172,7 +173,7 @@ class Protocol:
         problem = f"{len(messages)} messages exceed the {self._limits.context} tokens of this server: leave some out"
         require(len(messages) <= self._limits.context, problem)
         self._limits.check_text(text_length(messages), longest_token=self._longest_token)
-        return prompt_ids(messages, self.tokenizer)
+        return prompt_ids(name_system(messages, self.tokenizer), self.tokenizer)
 
     def _prompt(self, prompt: str | list[int]) -> list[int]:
         """A prompt as token ids; the tokenizer adds its special tokens to a text, such as a BOS token."""

@@ -36,6 +36,9 @@ def read_input(value: Any) -> list[dict[str, Any]]:
                 _add_call(messages, item, place)
             case "function_call_output":
                 messages.append(_result(item, place))
+            case "item_reference":
+                rule = f"{place} refers to a stored item, and this server stores none, got {shown(item.get('id'))}"
+                raise InputError(f"{rule}: send the item itself")
             case other:
                 rule = f"{place} must be a message, a function_call or a function_call_output"
                 raise InputError(f"{rule}, got the type {shown(other)}: leave it out")

@@ -53,6 +53,7 @@ NAMES = {  # a chat's fields, and what they are called here
 _CHAT_NAME = re.compile(
     r"""(?<!\w)'[^']*'|"[^"]*"|\b(?:max_tokens|max_completion_tokens|response_format|reasoning_effort)\b"""
 )
+SUMMARIES = ("auto", "concise", "detailed")
 LOG_PROBS = "message.output_text.logprobs"
 INCLUDABLE = {  # parts of items that this server never makes; including them changes nothing
     "web_search_call.action.sources",
@@ -122,7 +123,11 @@ def _text(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _effort(body: Mapping[str, Any]) -> dict[str, Any]:
-    reasoning = _object(body, "reasoning", {"effort"})
+    """The named budget. A summary of reasoning may be asked for: an answer has none."""
+    reasoning = _object(body, "reasoning", {"effort", "summary"})
+    summary = reasoning.get("summary")
+    is_known = summary is None or (isinstance(summary, str) and summary in SUMMARIES)
+    require(is_known, f"reasoning.summary must be one of {', '.join(SUMMARIES)}, got {shown(summary)}")
     return {"reasoning_effort": reasoning["effort"]} if "effort" in reasoning else {}
 
 

@@ -49,7 +49,7 @@ def test_parts_calls_and_results_are_those_of_a_chat():
 
 
 def test_fields_have_the_names_of_a_chat():
-    told = chat(max_output_tokens=9, reasoning={"effort": "low", "summary": None}, budget=3, seed=1, top_p=0.5)
+    told = chat(max_output_tokens=9, reasoning={"effort": "low", "summary": "auto"}, budget=3, seed=1, top_p=0.5)
     assert {name: told[name] for name in ("max_tokens", "reasoning_effort", "budget", "seed", "top_p")} == {
         "max_tokens": 9,
         "reasoning_effort": "low",
@@ -100,7 +100,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"instructions": ["a"]}, "instructions must be text"),
     ({"include": "all"}, "include must be a list"),
     ({"include": ["pictures"]}, "include has no 'pictures' here"),
-    ({"reasoning": {"effort": "low", "summary": "auto"}}, "reasoning has no 'summary' here"),
+    ({"reasoning": {"effort": "low", "mode": "pro"}}, "reasoning has no 'mode' here"),
+    ({"reasoning": {"summary": True}}, "reasoning.summary must be one of auto, concise, detailed, got True"),
     ({"reasoning": "low"}, "reasoning must be an object"),
     ({"text": {"format": "json"}}, "text.format must be an object"),
     ({"text": {"format": {"type": "json_schema", "json_schema": {}}}}, "move them up one level"),
@@ -119,7 +120,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0] must be an input_text"),
     ({"input": [CALL | {"arguments": {}}]}, "input[0].arguments must be text"),
     ({"input": [RESULT | {"call_id": None}]}, "input[0].call_id must be text"),
-    ({"input": [SAID, {"type": "item_reference", "id": "msg_1"}]}, "input[1] must be a message, a function_call or a"),
+    ({"input": [SAID, {"type": "item_reference", "id": "msg_1"}]}, "got 'msg_1': send the item itself"),
+    ({"input": [{"type": "computer_call"}]}, "input[0] must be a message, a function_call or a function_call_output"),
     ({"input": [{"type": "reasoning", "summary": []}]}, "got the type 'reasoning': leave it out"),
 ]
 
