@@ -1,21 +1,22 @@
-"""The Responses API as a translation: bodies to those of a chat, and a chat's replies to objects and events."""
+"""Requests of the Responses API: bodies become those of a chat."""
 
 import json
 import random
 from typing import Any
 
+import httpx2 as httpx
 import pytest
 
-from l2d_jax.config.schema import DecodeConfig
 from l2d_jax.decoding.loaded_model import LoadedModel
 from l2d_jax.errors import InputError
+from l2d_jax.serving.access import Access
 from l2d_jax.serving.api.bodies import read_body
 from l2d_jax.serving.api.limits import RequestLimits
 from l2d_jax.serving.api.protocol import Protocol
 from l2d_jax.serving.api.response_events import ResponseReply
 from l2d_jax.serving.api.responses import read_response, to_chat
 from tests.serving.api.test_bodies import value
-from tests.support.served import talking_model
+from tests.support.served import serving, talking_model
 
 SCHEMA = {"type": "object", "properties": {"x": {"type": "integer"}}}
 WEATHER = {"type": "function", "name": "weather", "parameters": SCHEMA, "strict": True, "description": None}
@@ -192,105 +193,26 @@ def test_the_reply_repeats_what_was_asked(protocol):
     given = {"instructions": "Be brief.", "metadata": {"a": "b"}, "user": "me", "store": True, "temperature": 0.5}
     asked, repeated = read_response(protocol, json.dumps({"input": "Hi", **given}).encode(), query={"budget": "1"})
     assert asked.answers[0].settings.budget == 1
-    whole = ResponseReply(asked.answers[0].settings, repeated, name="tiny").whole(whole_chat({"content": "a"}))
+    whole = ResponseReply(asked.answers[0].settings, repeated, name="tiny").opening()[0]["response"]
     wanted = {**given, "store": False, "model": "tiny", "max_output_tokens": 16, "previous_response_id": None}
     assert {name: whole[name] for name in wanted} == wanted
 
 
-def reply() -> ResponseReply:
-    return ResponseReply(DecodeConfig(), {}, name="tiny")
-
-
-def whole_chat(message: dict[str, Any], *, ending: str = "stop", **fields: Any) -> dict[str, Any]:
-    usage = {"prompt_tokens": 5, "completion_tokens": 3, "total_tokens": 8, "evaluations": 9, "passes": 4}
-    usage |= {"prompt_tokens_details": {"cached_tokens": 2}}
-    return {"choices": [{"finish_reason": ending, "message": message, **fields}], "usage": usage}
-
-
-def chunk(delta: dict[str, Any], **fields: Any) -> dict[str, Any]:
-    return {"choices": [{"delta": delta, "finish_reason": None, **fields}]}
-
-
-def kinds(events: list[dict[str, Any]]) -> list[str]:
-    return [event["type"].removeprefix("response.") for event in events]
-
-
-def without_time(response: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in response.items() if name != "completed_at"}
-
-
-def test_a_stream_of_text_has_all_events_in_order():
-    scores = [{"token": one, "logprob": -1.0, "bytes": [65], "top_logprobs": []} for one in "abc"]
-    told, whole = reply(), whole_chat({"content": "a☃"}, ending="length", logprobs={"content": scores})
-    events = told.opening()
-    events += told.add(chunk({"role": "assistant", "content": "a"}, logprobs={"content": scores[:1]}))
-    events += told.add(chunk({"content": ""}, logprobs={"content": scores[1:2]}))  # a part of a character
-    events += told.add(chunk({"content": "☃"}, logprobs={"content": scores[2:]}))
-    events += told.closing(whole)
-    opened = ["created", "in_progress", "output_item.added", "content_part.added"]
-    closed = ["output_text.done", "content_part.done", "output_item.done", "incomplete"]
-    assert kinds(events) == [*opened, "output_text.delta", "output_text.delta", *closed]
-    assert [event["sequence_number"] for event in events] == list(range(10))
-    assert [event["delta"] for event in events[4:6]] == ["a", "☃"]
-    assert [event["logprobs"] for event in events[4:6]] == [scores[:1], scores[1:]]
-    assert without_time(events[-1]["response"]) == without_time(told.whole(whole))
-    assert events[-1]["response"]["incomplete_details"] == {"reason": "max_output_tokens"}
-    [item] = events[-1]["response"]["output"]
-    assert (item["status"], item["content"][0]["text"], item["content"][0]["logprobs"]) == ("incomplete", "a☃", scores)
-    assert events[2]["item"]["content"] == []
-    assert events[3]["part"]["text"] == ""
-
-
-def test_a_stream_of_calls_has_an_item_for_each():
-    function = [{"name": name, "arguments": '{"x": 1}'} for name in ("weather", "time")]
-    calls = [{"id": f"c{n}", "type": "function", "function": one} for n, one in enumerate(function)]
-    whole, told = whole_chat({"content": "I look.", "tool_calls": calls}, ending="tool_calls"), reply()
-    events = told.add(chunk({"role": "assistant", "content": "I look."}))
-    for number, call in enumerate(calls):
-        begun = call | {"index": number, "function": {"name": function[number]["name"], "arguments": ""}}
-        events += told.add(chunk({"tool_calls": [begun]}))
-        for part in ('{"x":', " 1}"):
-            events += told.add(chunk({"tool_calls": [{"index": number, "function": {"arguments": part}}]}))
-    events += told.closing(whole)
-    message = ["output_item.added", "content_part.added", "output_text.delta", "output_text.done", "content_part.done"]
-    grown = ["function_call_arguments.delta"] * 2 + ["function_call_arguments.done", "output_item.done"]
-    call_events = ["output_item.added", *grown]
-    assert kinds(events) == [*message, "output_item.done", *call_events, *call_events, "completed"]
-    assert [event["output_index"] for event in events[:-1]] == [0] * 6 + [1] * 5 + [2] * 5
-    response = events[-1]["response"]
-    assert without_time(response) == without_time(told.whole(whole))
-    assert [item.get("call_id") for item in response["output"]] == [None, "c0", "c1"]
-    assert response["output"][1]["arguments"] == '{"x": 1}'
-    assert {item["status"] for item in response["output"]} == {"completed"}
-
-
-def test_an_empty_answer_is_an_empty_message():
-    told = reply()
-    events = told.closing(whole_chat({"content": ""}))
-    assert kinds(events)[:2] == ["output_item.added", "content_part.added"]
-    assert events[-1]["response"]["output"][0]["content"][0]["text"] == ""
-    only = whole_chat({"content": None, "tool_calls": [{"id": "c", "function": {"name": "f", "arguments": "{}"}}]})
-    assert [item["type"] for item in reply().whole(only)["output"]] == ["function_call"]
-
-
-def test_choices_traces_and_usage_are_told():
-    ranked = [{"text": "yes", "probability": 1.0}]
-    whole, told = whole_chat({"content": "yes"}, l2d_choices=ranked, trace=[{"text": "yes"}]), reply()
-    events = told.add(chunk({"content": "yes"})) + told.closing(whole)
-    response = told.whole(whole)
-    assert without_time(events[-1]["response"]) == without_time(response)
-    assert response["output"][0]["content"][0]["l2d_choices"] == ranked
-    assert response["trace"] == [{"text": "yes"}]
-    usage = {"input_tokens": 5, "output_tokens": 3, "total_tokens": 8, "evaluations": 9, "passes": 4}
-    usage |= {"input_tokens_details": {"cached_tokens": 2, "cache_write_tokens": 0}}
-    assert response["usage"] == usage | {"output_tokens_details": {"reasoning_tokens": 0}}
-
-
-def test_a_stream_that_fails_says_so():
-    told = reply()
-    events = [*told.opening(), *told.add(chunk({"content": "a"}))]
-    failed = told.failure({"error": {"message": "too slow", "type": "server_error", "param": None, "code": 504}})
-    assert (failed["type"], failed["sequence_number"]) == ("response.failed", len(events))
-    assert failed["response"]["status"] == "failed"
-    assert failed["response"]["error"] == {"code": "server_error", "message": "too slow"}
-    assert failed["response"]["output"][0]["content"][0]["text"] == "a"
+def test_pages_of_an_allowed_origin_may_ask(loaded):
+    """A browser asks first whether it may send a key and JSON, and the fields that OpenAI's client adds."""
+    page, names = "https://chat.example", "authorization, content-type, x-stainless-lang"
+    asking = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": names}
+    with serving(loaded, access=Access(key="secret", origins=[page])) as url:
+        told = httpx.options(f"{url}/v1/responses", headers={"Origin": page, **asking})
+        assert (told.status_code, told.headers["access-control-allow-origin"]) == (200, page)
+        assert "POST" in told.headers["access-control-allow-methods"]
+        assert told.headers["access-control-allow-headers"] == names
+        assert (
+            httpx.options(f"{url}/v1/responses", headers={"Origin": "https://evil.example", **asking}).status_code
+            == 403
+        )
+        headers = {"Origin": page, "Authorization": "Bearer secret"}
+        refused = httpx.post(f"{url}/v1/responses", json={"input": 3}, headers=headers)
+        assert (refused.status_code, refused.headers["access-control-allow-origin"]) == (400, page)
+        assert "input must be a text" in refused.json()["error"]["message"]
+        assert httpx.post(f"{url}/v1/responses", json={"input": 3}, headers={"Origin": page}).status_code == 401
