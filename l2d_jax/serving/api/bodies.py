@@ -25,7 +25,7 @@ Choices = Annotated[int, Interval(ge=1, le=128)]
 Alternatives = Annotated[int, Interval(ge=0, le=LIKELIEST)]
 TokensOrZero = Annotated[int, Interval(ge=0, le=10**7)]
 OPTIONS = {option.name for option in dataclasses.fields(DecodeConfig)} - {"max_new_tokens"}
-IN_ADDRESS = OPTIONS | {"label", "seed", "score_draws"}  # fields that the address may have, for clients that cannot send them
+IN_ADDRESS = OPTIONS | {"label", "seed", "score_draws"}  # fields of the address, for clients that cannot send them
 # Fields that never change an answer.
 IGNORED = {"user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"}
 NEUTRAL: dict[str, tuple[Any, ...]] = {  # the values that change nothing; other values are refused

@@ -54,6 +54,11 @@ _CHAT_NAME = re.compile(
     r"""(?<!\w)'[^']*'|"[^"]*"|\b(?:max_tokens|max_completion_tokens|response_format|reasoning_effort)\b"""
 )
 SUMMARIES = ("auto", "concise", "detailed")
+LEVELS = (  # places of a function's fields in a chat, and here
+    (r"(tools\[\d+\])\.function\b", r"\1"),
+    (r"tool_choice\.allowed_tools\b", "tool_choice"),
+    (r"'function': \{('name': \.\.\.)\}", r"\1"),
+)
 LOG_PROBS = "message.output_text.logprobs"
 INCLUDABLE = {  # parts of items that this server never makes; including them changes nothing
     "web_search_call.action.sources",
@@ -205,4 +210,6 @@ def _renaming() -> Iterator[None]:
         yield
     except InputError as error:
         line = _CHAT_NAME.sub(lambda found: NAMES.get(found[0], found[0]), str(error))
+        for place, own in LEVELS:
+            line = re.sub(place, own, line)
         raise InputError(line) from error

@@ -189,6 +189,19 @@ def test_errors_name_the_fields_of_this_api(protocol, fields, problem):
     assert problem in str(refused.value)
 
 
+def test_places_of_a_function_have_a_level_less(protocol, monkeypatch):
+    """Chats, whose fields of a function are a level deeper, make these errors."""
+    told = "tools[0].function.name must be tool_choice.allowed_tools.mode, got 'a': name {'function': {'name': ...}}"
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise InputError(told)
+
+    monkeypatch.setattr(protocol, "read_values", refuse)
+    with pytest.raises(InputError) as refused:
+        read_response(protocol, b'{"input": "Hi"}', query={})
+    assert str(refused.value) == "tools[0].name must be tool_choice.mode, got 'a': name {'name': ...}"
+
+
 def test_the_reply_repeats_what_was_asked(protocol):
     given = {"instructions": "Be brief.", "metadata": {"a": "b"}, "user": "me", "store": True, "temperature": 0.5}
     asked, repeated = read_response(protocol, json.dumps({"input": "Hi", **given}).encode(), query={"budget": "1"})

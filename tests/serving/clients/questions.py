@@ -14,6 +14,7 @@ SCHEMA: dict[str, Any] = {
 }
 FORMAT = {"type": "json_schema", "json_schema": {"name": "trip", "schema": SCHEMA, "strict": True}}
 TOOL = {"type": "function", "function": {"name": "book", "description": "Book a trip.", "parameters": SCHEMA}}
+ONE_CALL: dict[str, Any] = {"tool_choice": "required", "parallel_tool_calls": False}
 needs_tools = pytest.mark.xfail(reason="the server refuses tools", strict=True)
 
 

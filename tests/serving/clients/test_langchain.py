@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 import pytest
 
-from tests.serving.clients.questions import QUESTION, SCHEMA, TURNS, is_trip, needs_tools
+from tests.serving.clients.questions import ONE_CALL, QUESTION, SCHEMA, TURNS, is_trip, needs_tools
 from tests.serving.clients.server import KEY, Server
 
 langchain_openai = pytest.importorskip("langchain_openai")
@@ -84,7 +84,7 @@ def test_errors_are_the_clients_own(server):
 
 @needs_tools
 def test_tools_are_called(server):
-    called = model(server, max_tokens=128).bind_tools([Trip], tool_choice="required").invoke("Book.")
+    called = model(server, max_tokens=128).bind_tools([Trip], **ONE_CALL).invoke("Book.")
     [call] = called.tool_calls
     assert call["name"] == "Trip"
     assert is_trip(call["args"])
@@ -95,5 +95,5 @@ def test_tools_are_called(server):
 @needs_tools
 def test_tools_are_called_in_responses(server):
     longer = responding(server).model_copy(update={"max_tokens": 128})
-    [call] = longer.bind_tools([Trip], tool_choice="required").invoke("Book.").tool_calls
+    [call] = longer.bind_tools([Trip], **ONE_CALL).invoke("Book.").tool_calls
     assert is_trip(call["args"])

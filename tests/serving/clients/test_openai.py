@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import pytest
 
-from tests.serving.clients.questions import FORMAT, QUESTION, SCHEMA, TOOL, TURNS, is_trip, needs_tools
+from tests.serving.clients.questions import FORMAT, ONE_CALL, QUESTION, SCHEMA, TOOL, TURNS, is_trip, needs_tools
 from tests.serving.clients.server import KEY, Server
 
 openai = pytest.importorskip("openai")
@@ -146,7 +146,7 @@ def test_errors_are_the_clients_own(client, server):
 @pytest.mark.slow
 @needs_tools
 def test_tools_are_called(client):
-    reply = chat(client, tools=[TOOL], tool_choice="required", max_tokens=128).choices[0]
+    reply = chat(client, tools=[TOOL], **ONE_CALL, max_tokens=128).choices[0]
     assert reply.finish_reason == "tool_calls"
     [call] = reply.message.tool_calls
     assert call.function.name == "book"
@@ -154,9 +154,7 @@ def test_tools_are_called(client):
     result = {"role": "tool", "tool_call_id": call.id, "content": "done"}
     answered = chat(client, [*QUESTION, reply.message, result], tools=[TOOL], tool_choice="none")
     assert answered.choices[0].finish_reason == "length"
-    parts = [
-        one.choices[0].delta for one in chat(client, tools=[TOOL], tool_choice="required", max_tokens=128, stream=True)
-    ]
+    parts = [one.choices[0].delta for one in chat(client, tools=[TOOL], **ONE_CALL, max_tokens=128, stream=True)]
     told = [part.tool_calls[0].function.arguments or "" for part in parts if part.tool_calls]
     assert "".join(told) == call.function.arguments
 

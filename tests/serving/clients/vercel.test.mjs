@@ -115,7 +115,9 @@ for (const [name, model] of [['responses', openai('tiny')], ['chat', openai.chat
 
 for (const [name, model] of [['compatible', compatible('tiny')], ['responses', openai('tiny')], ['chat', openai.chat('tiny')]]) {
   test(`${name}: tools`, { todo: 'the server refuses tools' }, async () => {
-    const asked = { model, messages: question, maxOutputTokens: 128, maxRetries: 0, tools, toolChoice: 'required' };
+    const providerOptions = { l2d: { parallel_tool_calls: false }, openai: { parallelToolCalls: false } };
+    const settings = { maxOutputTokens: 128, maxRetries: 0, toolChoice: 'required', providerOptions };
+    const asked = { model, messages: question, tools, ...settings };
     const { toolCalls } = await generateText(asked);
     assert.equal(toolCalls[0].toolName, 'book');
     assert.deepEqual(trip.parse(toolCalls[0].input), toolCalls[0].input);
