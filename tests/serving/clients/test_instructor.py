@@ -15,6 +15,7 @@ CLOSING = {"125": 100}  # a bias for "}", which ends an object before it has a f
 
 
 class Trip(pydantic.BaseModel):  # type: ignore[name-defined, misc]
+    model_config = pydantic.ConfigDict(extra="forbid")  # random weights would add fields without end
     city: Literal["Oslo", "Rome"]
     days: int = pydantic.Field(ge=1, le=3)
 

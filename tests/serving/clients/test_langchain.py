@@ -18,6 +18,7 @@ OWN: dict[str, Any] = {"seed": 1, "temperature": 1.0, "max_tokens": 8}
 class Trip(pydantic.BaseModel):  # type: ignore[name-defined, misc]
     """A trip."""
 
+    model_config = pydantic.ConfigDict(extra="forbid")  # random weights would add fields without end
     city: Literal["Oslo", "Rome"]
     days: int = pydantic.Field(ge=1, le=3)
 
