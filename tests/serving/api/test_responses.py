@@ -229,3 +229,16 @@ def test_pages_of_an_allowed_origin_may_ask(loaded):
         assert (refused.status_code, refused.headers["access-control-allow-origin"]) == (400, page)
         assert "input must be a text" in refused.json()["error"]["message"]
         assert httpx.post(f"{url}/v1/responses", json={"input": 3}, headers={"Origin": page}).status_code == 401
+
+
+@pytest.mark.slow
+def test_a_stream_that_takes_too_long_ends_with_its_failure(loaded):
+    body = {"input": "Hi", "max_output_tokens": 900, "budget": 31, "stream": True}
+    with serving(loaded, lanes=1, seconds=2.0) as url:
+        text = httpx.post(f"{url}/v1/responses", json=body, timeout=120).text
+    events = [dict(line.split(": ", 1) for line in event.splitlines()) for event in text.strip().split("\n\n")]
+    assert [event["event"] for event in events[:2]] == ["response.created", "response.in_progress"]
+    last = json.loads(events[-1]["data"])
+    assert (events[-1]["event"], last["response"]["status"]) == ("response.failed", "failed")
+    assert "the answer took longer than this server allows" in last["response"]["error"]["message"]
+    assert [json.loads(event["data"])["sequence_number"] for event in events] == [*range(len(events))]
