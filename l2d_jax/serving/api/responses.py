@@ -16,18 +16,8 @@ from l2d_jax.serving.api.protocol import Asked, Protocol
 from l2d_jax.serving.api.response_items import read_input
 
 # Fields that mean the same in a chat; parallel_tool_calls and top_logprobs are also repeated by the reply.
-SAME = OPTIONS | {
-    "model",
-    "stream",
-    "seed",
-    "stop",
-    "label",
-    "trace",
-    "logit_bias",
-    "score_draws",
-    "parallel_tool_calls",
-}
-SAME |= {"frequency_penalty", "presence_penalty", "top_logprobs"}
+SAME = OPTIONS | {"model", "stream", "seed", "stop", "label", "trace", "frequency_penalty", "presence_penalty"}
+SAME |= {"logit_bias", "score_draws", "parallel_tool_calls", "top_logprobs"}
 READ = {"input", "instructions", "max_output_tokens", "text", "reasoning", "tools", "tool_choice", "include"}
 # max_tool_calls limits OpenAI's own tools, which this server does not have.
 ACCEPTED = IGNORED | {"max_tool_calls"}
@@ -186,7 +176,7 @@ def _object(body: Mapping[str, Any], field: str, known: set[str]) -> dict[str, A
 
 def _repeated(body: Mapping[str, Any]) -> dict[str, Any]:
     """The fields that a reply repeats."""
-    text = {"format": {"type": "text"}} | body.get("text", {})
+    text = {name: value for name, value in body.get("text", {}).items() if value is not None}
     repeated = {
         "instructions": body.get("instructions"),
         "metadata": body.get("metadata", {}),
@@ -194,7 +184,7 @@ def _repeated(body: Mapping[str, Any]) -> dict[str, Any]:
         "previous_response_id": None,
         "reasoning": {"effort": body.get("reasoning", {}).get("effort"), "summary": None},
         "store": False,
-        "text": text,
+        "text": {"format": {"type": "text"}, **text},
         "tool_choice": body.get("tool_choice", "auto"),
         "tools": body.get("tools", []),
         "top_logprobs": body.get("top_logprobs", 0),
