@@ -14,8 +14,8 @@ from l2d_jax.errors import InputError, require
 from l2d_jax.loading import Folder, check_base, find, load_path
 from l2d_jax.model.diffusion_path import DiffusionPath
 from l2d_jax.model.l2d import Model
-from l2d_jax.serving.api.bodies import check_name
 from l2d_jax.serving.api.limits import RequestLimits
+from l2d_jax.serving.api.paths import check_name
 from l2d_jax.serving.models import Catalogue, ServedModel
 from l2d_jax.weights.base_model import BaseFiles
 

@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,9 +21,12 @@ from starlette.types import Receive, Scope, Send
 from l2d_jax.decoding.requests import Piece
 from l2d_jax.errors import InputError
 from l2d_jax.serving.access import Access, AccessGate
-from l2d_jax.serving.api.bodies import parse_json, read_path
+from l2d_jax.serving.api.bodies import parse_json
+from l2d_jax.serving.api.paths import read_path
 from l2d_jax.serving.api.protocol import Asked, Protocol
 from l2d_jax.serving.api.replies import Reply, event
+from l2d_jax.serving.api.response_events import ResponseReply
+from l2d_jax.serving.api.responses import read_response
 from l2d_jax.serving.engine import Engine
 from l2d_jax.serving.failures import explain, respond
 from l2d_jax.serving.models import ServedModel
@@ -101,6 +104,7 @@ class ServerApp:
             Route("/v1/completions", partial(self._answer, is_chat=False), methods=["POST"]),
             Route("/tokenize", partial(self._convert, convert=self._protocol.tokenize), methods=["POST"]),
             Route("/detokenize", partial(self._convert, convert=self._protocol.detokenize), methods=["POST"]),
+            Route("/v1/responses", partial(self._answer, is_chat=True, is_response=True), methods=["POST"]),
         ]
         handlers = dict.fromkeys((HTTPException, Exception), lambda _, error: respond(error))
         middleware = [Middleware(AccessGate, access=self._access)]
@@ -157,22 +161,22 @@ class ServerApp:
         except Exception as error:
             return respond(error)
 
-    async def _answer(self, request: Request, *, is_chat: bool) -> Response:
+    async def _answer(self, request: Request, *, is_chat: bool, is_response: bool = False) -> Response:
         self._access.check_key(request.headers)
         try:
-            response = await self._answered(request, is_chat=is_chat)
+            response = await self._answered(request, is_chat=is_chat, is_response=is_response)
         except Exception as error:
             response = respond(error)
         self._requests.labels(response.status_code).inc()
         return response
 
-    async def _answered(self, request: Request, *, is_chat: bool) -> Response:
+    async def _answered(self, request: Request, *, is_chat: bool, is_response: bool) -> Response:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._limit
         body = await self._body(request)
         async with asyncio.timeout_at(deadline):
-            read = partial(self._protocol.read, body, is_chat=is_chat, query=dict(request.query_params))
-            asked = await anyio.to_thread.run_sync(read, limiter=self._readers)
+            read = partial(self._read, body, is_chat=is_chat, is_response=is_response, query=dict(request.query_params))
+            asked, repeated = await anyio.to_thread.run_sync(read, limiter=self._readers)
         queue: asyncio.Queue[Any] = asyncio.Queue()
 
         def tell(told: Any) -> None:
@@ -186,8 +190,12 @@ class ServerApp:
         cancel = partial(self._engine.cancel, [*works, *scoring])
         reply = Reply(asked, self._protocol.tokenizer, name=asked.model.name)
         chunks = self._follow(asked, reply, queue, deadline=deadline)
+        response = None
+        if repeated is not None:
+            response = ResponseReply(asked.answers[0].settings, repeated, name=asked.model.name)
         if asked.body.stream:
-            return _Stream(self._stream(chunks), cancel)
+            events = self._stream(chunks) if response is None else self._stream_response(response, chunks, reply)
+            return _Stream(events, cancel)
 
         async def watch() -> None:
             while (await request.receive())["type"] != "http.disconnect":
@@ -201,7 +209,15 @@ class ServerApp:
         finally:
             cancel()
             watching.cancel()
-        return JSONResponse(reply.whole())
+        return JSONResponse(reply.whole() if response is None else response.whole(reply.whole()))
+
+    def _read(
+        self, body: bytes, *, is_chat: bool, is_response: bool, query: Mapping[str, str]
+    ) -> tuple[Asked, dict[str, Any] | None]:
+        """Read a body; of one for `/v1/responses`, also the fields that the reply repeats."""
+        if is_response:
+            return read_response(self._protocol, body, query=query)
+        return self._protocol.read(body, is_chat=is_chat, query=query), None
 
     async def _follow(
         self, asked: Asked, reply: Reply, queue: "asyncio.Queue[Any]", *, deadline: float
@@ -250,6 +266,23 @@ class ServerApp:
                 yield event(explain(error))
                 return
         yield event("[DONE]")
+
+    async def _stream_response(
+        self, response: ResponseReply, chunks: AsyncIterator[dict[str, Any]], reply: Reply
+    ) -> AsyncIterator[str]:
+        async with contextlib.aclosing(chunks):  # type: ignore[type-var]
+            for told in response.opening():
+                yield event(told, kind=told["type"])
+            try:
+                async for chunk in chunks:
+                    for told in response.add(chunk):
+                        yield event(told, kind=told["type"])
+            except Exception as error:
+                told = response.failure(explain(error))
+                yield event(told, kind=told["type"])
+                return
+            for told in response.closing(reply.whole()):
+                yield event(told, kind=told["type"])
 
     async def _body(self, request: Request) -> bytes:
         """Read the body; raises `HTTPException` if it is too large."""

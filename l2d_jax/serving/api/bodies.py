@@ -26,7 +26,7 @@ Choices = Annotated[int, Interval(ge=1, le=128)]
 Alternatives = Annotated[int, Interval(ge=0, le=LIKELIEST)]
 TokensOrZero = Annotated[int, Interval(ge=0, le=10**7)]
 OPTIONS = {option.name for option in dataclasses.fields(DecodeConfig)} - {"max_new_tokens"}
-IN_ADDRESS = OPTIONS | {"label", "score_draws"}  # fields that the address may have, for clients that cannot send them
+IN_ADDRESS = OPTIONS | {"label", "seed", "score_draws"}  # fields of the address, for clients that cannot send them
 # Fields that never change an answer.
 IGNORED = {"user", "metadata", "service_tier", "safety_identifier", "prediction"}
 IGNORED |= {"prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"}
@@ -41,7 +41,6 @@ NEUTRAL_CHAT: dict[str, tuple[tuple[Any, ...], str]] = {
     "store": ((False,), "leave it out"),
     "verbosity": (("medium",), "leave it out"),  # OpenAI's default
 }
-NAME, NAME_LENGTH = re.compile(r"[\w.:/-]+", re.ASCII), 128
 NEUTRAL_COMPLETION: dict[str, tuple[tuple[Any, ...], str]] = {"suffix": (("",), "leave it out")}
 SURROGATE = re.compile("[\ud800-\udfff]")
 
@@ -191,29 +190,6 @@ class CompletionBody(_Common):
             for one in self.prompts
         )
         require(are_prompts, f"prompt must be a text, token ids, or a list of either, got {shown(self.prompt)}")
-
-
-@dataclass(frozen=True)
-class PathBody:
-    """The fields of a body of `/v1/paths`."""
-
-    name: str = ""  # what requests call the model with this path
-    path: str = ""  # its folder, workdir or hub id
-
-
-def read_path(values: Any) -> PathBody:
-    """Read a body of `/v1/paths`; raises `InputError`."""
-    require(isinstance(values, Mapping), f"the body must be a JSON object, got {shown(values)}")
-    body = from_dict(PathBody, dict(values), prefix="body")
-    check_name(body.name)
-    require(body.path != "", "path is missing: give the folder, workdir or hub id of a path")
-    return body
-
-
-def check_name(name: str) -> None:
-    """Raise `InputError` for a name that a path cannot have."""
-    rule = f"the name of a path has 1 to {NAME_LENGTH} letters, digits and any of . _ : / -"
-    require(len(name) <= NAME_LENGTH and NAME.fullmatch(name) is not None, f"{rule}, got {shown(name)}: change it")
 
 
 def parse_json(data: bytes) -> Any:

@@ -24,6 +24,7 @@ from l2d_jax.errors import require
 from l2d_jax.serving.api import echo
 from l2d_jax.serving.api.bodies import ChatBody, CompletionBody, parse_json, read_address, read_body, text_length
 from l2d_jax.serving.api.choices import RankedChoices, check_choices, score_choices, split_format
+from l2d_jax.serving.api.roles import name_system
 from l2d_jax.serving.api.scoring import DRAWS, check_draws
 from l2d_jax.serving.api.tokenization import DetokenizeBody, TokenizeBody, detokenize, read_tokens_body, tokenize
 from l2d_jax.serving.api.tools import format_of_calls
@@ -68,7 +69,11 @@ class Protocol:
 
         `query` has the fields of the address, which hold where the body has none.
         """
-        values, defaults = parse_json(data), read_address(query)
+        return self.read_values(parse_json(data), is_chat=is_chat, query=query)
+
+    def read_values(self, values: Any, *, is_chat: bool, query: Mapping[str, str]) -> Asked:
+        """As `read`, with a body that is parsed already."""
+        defaults = read_address(query)
         if isinstance(values, Mapping):
             named = {} if values.get("reasoning_effort") is None else {"budget": None}  # a budget by its name
             values = defaults | named | {name: value for name, value in values.items() if value is not None}
@@ -193,7 +198,7 @@ class Protocol:
         use = body.tool_use
         tools = None if use is None else [*use.tools]
         self._limits.check_text(text_length([messages, tools]), longest_token=self._longest_token)
-        return prompt_ids(messages, self.tokenizer, tools=tools)
+        return prompt_ids(name_system(messages, self.tokenizer), self.tokenizer, tools=tools)
 
     def _prompt(self, prompt: str | list[int]) -> list[int]:
         """A prompt as token ids; the tokenizer adds its special tokens to a text, such as a BOS token."""

@@ -210,9 +210,10 @@ class Reply:
         return told
 
 
-def event(value: Any) -> str:
-    """Encode a server-sent event."""
-    return f"data: {value if isinstance(value, str) else json.dumps(value)}\n\n"
+def event(value: Any, *, kind: str | None = None) -> str:
+    """Encode a server-sent event; `kind` is its name, if it has one."""
+    named = "" if kind is None else f"event: {kind}\n"
+    return f"{named}data: {value if isinstance(value, str) else json.dumps(value)}\n\n"
 
 
 def _scored(text: str, log_prob: float) -> dict[str, Any]:

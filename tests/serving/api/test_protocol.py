@@ -1,5 +1,6 @@
 """Requests as one model reads them: their sizes, their options, and the ids of their texts."""
 
+import copy
 import dataclasses
 import json
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +14,7 @@ from l2d_jax.data.tokenizer import byte_tokenizer
 from l2d_jax.decoding.loaded_model import LoadedModel
 from l2d_jax.errors import InputError
 from l2d_jax.serving.api.protocol import Asked, Protocol
+from l2d_jax.serving.api.roles import name_system
 from tests.support.served import catalogue, talking_model
 
 MESSAGES = [{"role": "user", "content": "Hi"}]
@@ -38,6 +40,20 @@ def refusal(protocol: Protocol, *, is_chat: bool = True, **fields: Any) -> str:
     with pytest.raises(InputError) as refused:
         read(protocol, is_chat=is_chat, **fields)
     return str(refused.value)
+
+
+def test_the_role_developer_is_that_of_the_system(protocol, loaded):
+    """Where the chat template knows it, it stays."""
+
+    def told(role: str) -> list[int]:
+        messages = [{"role": role, "content": "Be brief."}, *MESSAGES]
+        return read(protocol, messages=messages).answers[0].prompt.ids
+
+    assert told("developer") == told("system") != told("user")
+    words = copy.deepcopy(loaded.tokenizer)
+    words.chat_template += "{# developer #}"
+    messages = [{"role": "developer", "content": "Be brief."}]
+    assert name_system(messages, words) == messages
 
 
 class NoTokenizer:
