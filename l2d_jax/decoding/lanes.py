@@ -6,7 +6,7 @@ separate state (`prompt_reader`) and then takes the row of a free lane; a long p
 chunks of the other answers. This compiles a new program only if the longest prompt or answer needs a larger bucket.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from functools import partial
 from itertools import compress
 
@@ -20,6 +20,7 @@ from l2d_jax.decoding.parallel import stream_state
 from l2d_jax.decoding.parallel.pace import Order, Pace
 from l2d_jax.decoding.parallel.stream import stream_decoder
 from l2d_jax.decoding.parallel.stream_state import Stream
+from l2d_jax.decoding.prefix_cache import PrefixCache
 from l2d_jax.decoding.prompt_reader import PIECE, PromptReader, answers_room
 from l2d_jax.decoding.requests import Answer, Piece, Request, TokenCost, TokenScore
 from l2d_jax.decoding.sampler import Tokens, allow
@@ -35,7 +36,15 @@ class Lanes:
     """Decodes any number of answers, `lanes` at a time. All share solver, velocity, noise samples and reader."""
 
     def __init__(
-        self, model: Model, *, lanes: int, stop_ids: Sequence[int], group: int = 1, known: Request | None = None
+        self,
+        model: Model,
+        *,
+        lanes: int,
+        stop_ids: Sequence[int],
+        group: int = 1,
+        known: Request | None = None,
+        prefixes: PrefixCache | None = None,
+        reader: Hashable = None,
     ) -> None:
         """Make empty lanes.
 
@@ -46,7 +55,10 @@ class Lanes:
           group: number of answers whose prompts are read at a time.
           known: the request all answers belong to, if there is only one; this saves compilation. None if requests
             arrive one at a time.
+          prefixes: cache of the beginnings of prompts, if these are read one by one (`group` is 1, `known` is None).
+          reader: name of the model that reads the context, which tells it apart in the cache.
         """
+        assert prefixes is None or group == 1
         self.model = model
         self._answers: list[Answer | None] = [None] * lanes
         self._stop_ids = tuple(stop_ids) or (-1,)  # -1 fills ended answers if there is no stop token
@@ -63,7 +75,7 @@ class Lanes:
         self.cost = 0  # approximate cost of the last step, in passes over the weights
         self.pace = Pace(model, lanes)
         self._maker = LaneOptions(self.pace, shared=shared, allowed=allowed)
-        self._reader = PromptReader(model, self._maker, known=known)
+        self._reader = PromptReader(model, self._maker, known=known, prefixes=prefixes, reader=reader)
         self.order = Order.SEQUENTIAL
         self.state: State | Stream | None = None
         self._reading: list[tuple[Sequence[Answer], Iterator[State | Stream | None]]] = []
@@ -124,7 +136,7 @@ class Lanes:
                     pieces.append(answer.fail(contained(error)))
                     self.drop(answer)
                 continue
-            read += min(PIECE, max(len(answer.prompt.ids) for answer in group)) * self._group
+            read += min(PIECE, max(len(answer.prompt.ids) - answer.cached for answer in group)) * self._group
             is_alone = self._is_known and not self._is_running
             if state is not None:
                 self._reading.pop(0)
@@ -175,7 +187,9 @@ class Lanes:
                 except BaseException as error:  # from a tokenizer or a grammar: the other answers continue
                     piece = answer.fail(contained(error))
                 pieces.append(piece)
-                if pieces[-1].is_last:
+                if piece.is_last:
+                    if piece.ending != "broken":
+                        self._reader.keep(answer, self.state, row=lane)
                     self.drop(answer)
         return pieces
 

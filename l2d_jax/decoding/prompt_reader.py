@@ -1,6 +1,9 @@
-"""Reads the prompts of answers, each distinct one once: at once or in pieces, into a state or a stream."""
+"""Reads the prompts of answers, each distinct one once: at once or in pieces, into a state or a stream.
 
-from collections.abc import Callable, Iterator, Sequence
+With a cache of prefixes, the longest known beginning of a prompt is copied, and only what follows is read.
+"""
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +16,7 @@ from l2d_jax.decoding.parallel.begin import enter, read_and_enter
 from l2d_jax.decoding.parallel.pace import Order, room
 from l2d_jax.decoding.parallel.stream_state import Stream
 from l2d_jax.decoding.prefill import prefill, read_piece, read_prefix, start
+from l2d_jax.decoding.prefix_cache import BLOCK, PrefixCache
 from l2d_jax.decoding.requests import Answer, Request
 from l2d_jax.decoding.sampler import answer_keys
 from l2d_jax.decoding.state import State, fan_out
@@ -20,14 +24,27 @@ from l2d_jax.model.kv_cache import KVCache
 from l2d_jax.model.l2d import Model
 
 PIECE = 256  # prompts with more than twice this number of tokens are read in pieces of this size
+AFTER_PREFIX = (64, 128, PIECE)  # sizes of a piece after a prefix from the cache; few, for few programs
 
 
 class PromptReader:
     """Reads prompts for lanes, into a state or a stream with a row for each answer."""
 
-    def __init__(self, model: Model, maker: LaneOptions, *, known: Request | None) -> None:
-        """`known` is the request that all answers belong to, if there is only one."""
-        self._model, self._maker = model, maker
+    def __init__(
+        self,
+        model: Model,
+        maker: LaneOptions,
+        *,
+        known: Request | None,
+        prefixes: PrefixCache | None = None,
+        reader: Hashable = None,
+    ) -> None:
+        """`known` is the request that all answers belong to, if there is only one.
+
+        `prefixes` serves prompts that are read one by one; `reader` names the model that reads, for the cache.
+        """
+        assert prefixes is None or known is None
+        self._model, self._maker, self._prefixes, self._name = model, maker, prefixes, reader
         # answers per prompt, which share its reading; the length of the common prefix
         self._copies, self._shorter = (1, 0) if known is None else (known.samples, known.prefix)
         self._capacity: int | None = None  # slots for the longest answer; None: a bucket for the running answers
@@ -66,19 +83,50 @@ class PromptReader:
         given = keys if self._copies == 1 else keys[jnp.array([0] * whole)]
         shared: dict[str, Any] = {"capacity": capacity, "prefix": self._prefix}
         state: State | Stream
-        if piece is not None and slots > 2 * piece:
-            read = KVCache.empty(llm.architecture, whole, slots, dtype=llm.dtype, prefix=self._prefix)
-            hidden = jnp.zeros((whole, llm.architecture.hidden_size), llm.dtype)
-            for first in range(0, max(map(len, texts)), piece):
-                part, _ = pad([text[first : first + piece] for text in texts], length=piece)
+        begin, pieces = self._pieces(answers, slots, piece)
+        if pieces:
+            read, hidden = begin, jnp.zeros((whole, llm.architecture.hidden_size), llm.dtype)
+            if read is None:
+                read = KVCache.empty(llm.architecture, whole, slots, dtype=llm.dtype, prefix=self._prefix)
+            for first, size in pieces:
+                part, _ = pad([text[first : first + size] for text in texts], length=size)
                 read, hidden = read_piece(llm, read, hidden, part, lengths)
-                yield None
+                if (first, size) != pieces[-1]:
+                    yield None
             state = start(llm, replace(read, prefix=None), hidden, ids, lengths, given, **shared)
         elif self._copies == 1 and order() is Order.STREAM:
             state = read_and_enter(self._model, ids, lengths, given, **shared, **self._beginning(answers))
         else:
             state = prefill(llm, ids, lengths, given, **shared)
+        self.keep(answers[0], state, row=0)
         yield state if self._copies == 1 else fan_out(state, jnp.array(rows), keys)
+
+    def keep(self, answer: Answer, state: State | Stream, *, row: int) -> None:
+        """Keep what a row has read of an answer for later prompts: its prompt, and its tokens except the last one."""
+        if self._prefixes is not None:
+            cache = state.state.cache if isinstance(state, Stream) else state.cache
+            self._prefixes.keep(self._name, [*answer.prompt.ids, *answer.said[:-1]], cache, row=row)
+
+    def _pieces(
+        self, answers: Sequence[Answer], slots: int, piece: int | None
+    ) -> tuple[KVCache | None, list[tuple[int, int]]]:
+        """The tokens that are known already, if there are any, and the pieces to read: first token and size of each.
+
+        Without pieces, the prompts are read at once.
+        """
+        longest, begin, read = max(len(answer.prompt.ids) for answer in answers) - self._shorter, 0, None
+        size = piece if piece is not None and slots > 2 * piece else 0
+        if self._prefixes is not None:
+            [answer] = answers
+            places = self._prefixes.find(self._name, answer.prompt.ids[:-1])
+            rest = longest - len(places) * BLOCK
+            short = next((size for size in AFTER_PREFIX if size >= rest), PIECE)
+            known = min(len(places) * BLOCK, slots - -(-rest // short) * short)  # pieces must fit into the slots
+            if known > 0:
+                begin, size, read = known, short, self._prefixes.load(places, tokens=known, slots=slots)
+            answer.cached = begin
+            self._prefixes.count(found=begin, read=longest - begin)
+        return read, [(first, size) for first in range(begin, longest, size)] if size else []
 
     def enter(self, state: State | Stream, answers: Sequence[Answer], order: Order) -> State | Stream:
         """Turn what comes after the prompts into what the order needs; extra rows repeat the last answer."""

@@ -15,9 +15,11 @@ import jax
 from l2d_jax import command_line
 from l2d_jax.config.schema import DecodeConfig, MeshConfig, PathConfig
 from l2d_jax.data.tokenizer import require_chat_template, require_tokenizer
+from l2d_jax.decoding.prefix_cache import PrefixCache
 from l2d_jax.decoding.refinement.settings import check_settings
 from l2d_jax.decoding.requests import check_decoding_memory
 from l2d_jax.distributed import runtime
+from l2d_jax.distributed.memory import device_bytes
 from l2d_jax.errors import InputError, require
 from l2d_jax.files import explained
 from l2d_jax.loading import find, load
@@ -25,6 +27,7 @@ from l2d_jax.model.llm import LLM
 
 BUDGETS = (1, 3, 7, 15, 31)  # budgets that the page offers
 EFFORTS = {"none": 1, "low": 3, "medium": 7, "high": 15}  # offered if the model can spend them
+CACHE_SHARE = 16  # by default, the prefix cache takes at most this fraction of the memory: 1 / CACHE_SHARE
 GRACE = 5.0  # seconds after the last connection in which running computations may finish
 
 
@@ -32,11 +35,11 @@ def run(options: Namespace, key: str | None) -> None:
     """Load the model, and serve until a signal. Requests must bring `key`, if there is one."""
     try:
         from l2d_jax.serving.access import Access
+        from l2d_jax.serving.api.limits import BUDGET, DRAWS, RequestLimits
+        from l2d_jax.serving.api.protocol import Protocol
         from l2d_jax.serving.app import ServerApp
         from l2d_jax.serving.connections import make_server
         from l2d_jax.serving.engine import KINDS, Engine
-        from l2d_jax.serving.api.limits import BUDGET, DRAWS, RequestLimits
-        from l2d_jax.serving.api.protocol import Protocol
     except ImportError as error:
         raise InputError(f"a library of the server is missing ({error.name}): pip install 'l2d_jax[serve]'") from None
     access = Access(options.host, options.allow_host, options.allow_origin, key)
@@ -57,13 +60,15 @@ def run(options: Namespace, key: str | None) -> None:
     efforts = _efforts(options.efforts, own, path, most=budget)
     limits = RequestLimits(context=context, answers=options.queue, budget=budget, draws=draws, efforts=efforts)
     llm, rows = LLM.declare(base.architecture, dtype=folder.base.dtype), KINDS * options.lanes + 1
-    remedy, settings = "--lanes, --context or --max_draws", replace(own, draws=draws)
-    check_decoding_memory(llm, path, settings, rows=rows, longest=context, remedy=remedy)
+    remedy, settings = "--lanes, --context, --prefix_cache or --max_draws", replace(own, draws=draws)
+    cached = _cache_bytes(options.prefix_cache, llm, tokens=options.lanes * context)
+    check_decoding_memory(llm, path, settings, rows=rows, longest=context, remedy=remedy, cached=cached)
+    prefixes = PrefixCache(llm, size=cached) if cached else None
     loaded = load(
         options.workdir or options.model, mesh=mesh, dtype=options.dtype, **command_line.tokenizer_options(options)
     )
     name = options.workdir.name if options.workdir else options.model
-    engine = Engine(loaded, lanes=options.lanes, queue=options.queue)
+    engine = Engine(loaded, lanes=options.lanes, queue=options.queue, prefixes=prefixes)
     protocol = Protocol(loaded, name=name, limits=limits)
     budgets = [n for n in BUDGETS if n <= budget and _is_spendable(n, own, path)]
     about: dict[str, Any] = {"id": name, "object": "model", "created": 0, "owned_by": "l2d_jax", "budgets": budgets}
@@ -76,6 +81,14 @@ def run(options: Namespace, key: str | None) -> None:
     host, port = listening.getsockname()[:2]
     print(f"serving {name} at http://{host}:{port}", flush=True)
     _serve(engine, server, listening, drain=options.drain)
+
+
+def _cache_bytes(given: int | None, llm: LLM, *, tokens: int) -> int:
+    """The size of the prefix cache: `given`, in MiB, or room for so many `tokens` within a share of the memory."""
+    if given is not None:
+        return given * 2**20
+    memory, wanted = device_bytes(), tokens * llm.token_bytes
+    return wanted if memory is None else min(wanted, memory // CACHE_SHARE)
 
 
 def _is_spendable(budget: int, settings: DecodeConfig, path: PathConfig | None) -> bool:

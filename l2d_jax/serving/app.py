@@ -21,10 +21,11 @@ from starlette.types import Receive, Scope, Send
 from l2d_jax.decoding.requests import Piece
 from l2d_jax.errors import InputError, shown
 from l2d_jax.serving.access import Access, AccessGate
-from l2d_jax.serving.engine import Engine, PieceWork, Work
-from l2d_jax.serving.failures import explain, respond
 from l2d_jax.serving.api.protocol import Asked, Protocol
 from l2d_jax.serving.api.replies import Reply, event
+from l2d_jax.serving.cache_figures import CacheFigures
+from l2d_jax.serving.engine import Engine, PieceWork, Work
+from l2d_jax.serving.failures import explain, respond
 
 PAGE = Path(__file__).with_name("page.html")
 READERS = 4  # number of requests that are read at a time: checked, tokenised, formats compiled
@@ -76,6 +77,8 @@ class ServerApp:
         for name, place in (("decoding", 0), ("waiting", 1)):
             gauge = prometheus.Gauge(f"l2d_answers_{name}", f"Answers that are {name}.", registry=self._figures)
             gauge.set_function(partial(lambda place: self._engine.load[place], place))
+        if engine.prefixes is not None:
+            self._figures.register(CacheFigures(engine.prefixes))
 
     def routes(self) -> Starlette:
         """The ASGI application."""

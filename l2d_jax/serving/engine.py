@@ -11,11 +11,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from l2d_jax.decoding.buckets import is_long, sample_bucket
 from l2d_jax.decoding.lanes import Lanes
 from l2d_jax.decoding.loaded_model import LoadedModel
+from l2d_jax.decoding.prefix_cache import PrefixCache
 from l2d_jax.decoding.requests import Answer, Piece, Request
 from l2d_jax.decoding.trace import TokenTrace, trace
 from l2d_jax.errors import contained, require
@@ -85,8 +86,9 @@ class _Group:
 class Engine:
     """Answers requests in the order in which they arrive, `lanes` of each kind at a time; at most `queue` wait."""
 
-    def __init__(self, loaded: LoadedModel, *, lanes: int, queue: int) -> None:
-        self._loaded, self._size, self._limit = loaded, lanes, queue
+    def __init__(self, loaded: LoadedModel, *, lanes: int, queue: int, prefixes: PrefixCache | None = None) -> None:
+        """`prefixes` is the cache of prompts that all kinds share."""
+        self._loaded, self._size, self._limit, self.prefixes = loaded, lanes, queue, prefixes
         self._waiting: list[Work] = []
         self._pieces: deque[PieceWork] = deque()
         self._spent = 0  # passes that other work has cost
@@ -190,7 +192,8 @@ class Engine:
         try:
             if kind not in self._groups:
                 model = self._loaded.decoder.reading(refines=kind.refines)
-                lanes = Lanes(model, lanes=self._size, stop_ids=self._loaded.stop_ids)
+                cached: dict[str, Any] = {"prefixes": self.prefixes, "reader": kind.refines}
+                lanes = Lanes(model, lanes=self._size, stop_ids=self._loaded.stop_ids, **cached)
                 spent = min((group.spent for group in self._groups.values()), default=0)
                 self._groups[kind] = _Group(lanes, spent)
             group = self._groups[kind]
@@ -254,8 +257,10 @@ class Engine:
         _tell(work, piece)
 
     def _fail(self, kind: Kind, error: Exception, others: Sequence[Work] = ()) -> None:
-        """Report an error to all works of a kind, and to `others`; drop its lanes, whose state may be lost."""
+        """Report an error to all works of a kind, and to `others`; drop its lanes and all prefixes, maybe lost."""
         group = self._groups.pop(kind, None)
+        if self.prefixes is not None:
+            self.prefixes.clear()
         for work in {*others, *(group.works.values() if group is not None else ())}:
             _tell(work, error)
 

@@ -111,7 +111,7 @@ class Reply:
             shown.append(self._shown(choice, choice.ids, choice.scores, content, is_whole=True))
         return self._object(shown) | {"usage": self.usage()}
 
-    def usage(self) -> dict[str, int]:
+    def usage(self) -> dict[str, Any]:
         """Numbers of tokens, evaluations of the path, and passes over the weights for the answers."""
         new = sum(len(choice.text.ids) for choice in self._choices.values())
         counts = {"prompt_tokens": self._asked.prompt_tokens, "completion_tokens": new}
@@ -120,7 +120,9 @@ class Reply:
         evaluations += sum(ranked.evaluations for ranked in self._asked.ranked)
         passes = sum(one.passes for one in self._choices.values())
         counts["total_tokens"] = self._asked.prompt_tokens + new
-        return counts | {"evaluations": evaluations, "passes": passes}
+        cached = sum(answer.cached for answer in self._asked.answers if answer.copy == 0)  # a prompt counts once
+        details = {"prompt_tokens_details": {"cached_tokens": cached}}
+        return counts | details | {"evaluations": evaluations, "passes": passes}
 
     def last_chunk(self) -> dict[str, Any]:
         """The last chunk of a stream whose client wants usage."""
