@@ -9,6 +9,7 @@ chunks of the other answers. This compiles a new program only if the longest pro
 from collections.abc import Hashable, Iterator, Sequence
 from functools import partial
 from itertools import compress
+from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool
@@ -45,6 +46,7 @@ class Lanes:
         known: Request | None = None,
         prefixes: PrefixCache | None = None,
         reader: Hashable = None,
+        context: int | None = None,
     ) -> None:
         """Make empty lanes.
 
@@ -57,8 +59,11 @@ class Lanes:
             arrive one at a time.
           prefixes: cache of the beginnings of prompts, if these are read one by one (`group` is 1, `known` is None).
           reader: name of the model that reads the context, which tells it apart in the cache.
+          context: number of slots of a lane, a multiple of `prompt_reader.WHOLE`, for deterministic answers: then no
+            program depends on other answers, if all that run at a time have the same `lane_options.program_key`. None:
+            as many slots as the answers need, and the order of evaluations that is fastest.
         """
-        assert prefixes is None or group == 1
+        assert (prefixes is None and context is None) or group == 1
         self.model = model
         self._answers: list[Answer | None] = [None] * lanes
         self._stop_ids = tuple(stop_ids) or (-1,)  # -1 fills ended answers if there is no stop token
@@ -73,9 +78,10 @@ class Lanes:
             mask = allow(vocab_size, allowed=restrictions.allowed, banned=restrictions.banned)
             allowed = None if mask is None else jnp.asarray(mask)[None]
         self.cost = 0  # approximate cost of the last step, in passes over the weights
-        self.pace = Pace(model, lanes)
+        self.pace = Pace(model, lanes, is_fixed=context is not None)
         self._maker = LaneOptions(self.pace, shared=shared, allowed=allowed)
-        self._reader = PromptReader(model, self._maker, known=known, prefixes=prefixes, reader=reader)
+        options: dict[str, Any] = {"prefixes": prefixes, "reader": reader, "context": context}
+        self._reader = PromptReader(model, self._maker, known=known, **options)
         self.order = Order.SEQUENTIAL
         self.state: State | Stream | None = None
         self._reading: list[tuple[Sequence[Answer], Iterator[State | Stream | None]]] = []

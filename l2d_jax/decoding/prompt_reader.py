@@ -24,6 +24,8 @@ from l2d_jax.model.kv_cache import KVCache
 from l2d_jax.model.l2d import Model
 
 PIECE = 256  # prompts with more than twice this number of tokens are read in pieces of this size
+FIXED = (32, 64, 128)  # sizes of the last piece of a prompt for deterministic answers
+WHOLE = FIXED[-1]  # size of all its other pieces
 AFTER_PREFIX = (64, 128, PIECE)  # sizes of a piece after a prefix from the cache; few, for few programs
 
 
@@ -38,13 +40,13 @@ class PromptReader:
         known: Request | None,
         prefixes: PrefixCache | None = None,
         reader: Hashable = None,
+        context: int | None = None,
     ) -> None:
-        """`known` is the request that all answers belong to, if there is only one.
-
-        `prefixes` serves prompts that are read one by one; `reader` names the model that reads, for the cache.
-        """
-        assert prefixes is None or known is None
-        self._model, self._maker, self._prefixes, self._name = model, maker, prefixes, reader
+        """`known` is the request that all answers belong to, if there is only one; the others are those of `Lanes`."""
+        assert known is None or (prefixes is None and context is None)
+        assert context is None or context % WHOLE == 0
+        self._model, self._maker = model, maker
+        self._prefixes, self._name, self._context = prefixes, reader, context
         # answers per prompt, which share its reading; the length of the common prefix
         self._copies, self._shorter = (1, 0) if known is None else (known.samples, known.prefix)
         self._capacity: int | None = None  # slots for the longest answer; None: a bucket for the running answers
@@ -57,6 +59,8 @@ class PromptReader:
 
     def size(self, answers: Sequence[Answer]) -> tuple[int, int]:
         """The numbers of slots for the longest of these answers, and for the longest of their prompts."""
+        if self._context is not None:
+            return self._context, 0
         longest = answer_slots(max(answer.settings.max_new_tokens for answer in answers))
         slots = round_up(max(len(answer.prompt.ids) for answer in answers) - self._shorter)
         return self._capacity or round_up(longest), slots
@@ -69,7 +73,8 @@ class PromptReader:
         If the answers join a stream, by their `order` when they are read, their first tokens begin in the same pass,
         except those of prompts that are read in pieces, or that several answers share.
         """
-        llm, (capacity, slots) = self._model.llm, self.size(answers)
+        llm = self._model.llm
+        capacity, slots = (None, self._context) if self._context else self.size(answers)
         prompts, rows = [answer.prompt for answer in answers], list(range(len(answers)))
         if self._copies > 1:  # read each prompt once
             prompts = list({id(prompt): prompt for prompt in prompts}.values())
@@ -83,11 +88,17 @@ class PromptReader:
         given = keys if self._copies == 1 else keys[jnp.array([0] * whole)]
         shared: dict[str, Any] = {"capacity": capacity, "prefix": self._prefix}
         state: State | Stream
-        begin, pieces = self._pieces(answers, slots, piece)
+        places = [] if self._prefixes is None else self._prefixes.find(self._name, prompts[0].ids[:-1])
+        pieces = self._pieces(max(map(len, texts)), known=len(places) * BLOCK, slots=slots, piece=piece)
+        begin = pieces[0][0] if pieces else 0
+        if self._prefixes is not None:
+            answers[0].cached = begin
+            self._prefixes.count(found=begin, read=len(texts[0]) - begin)
         if pieces:
-            read, hidden = begin, jnp.zeros((whole, llm.architecture.hidden_size), llm.dtype)
-            if read is None:
-                read = KVCache.empty(llm.architecture, whole, slots, dtype=llm.dtype, prefix=self._prefix)
+            hidden = jnp.zeros((whole, llm.architecture.hidden_size), llm.dtype)
+            read = KVCache.empty(llm.architecture, whole, slots, dtype=llm.dtype, prefix=self._prefix)
+            if begin and self._prefixes is not None:
+                read = self._prefixes.load(places, tokens=begin, slots=slots)
             for first, size in pieces:
                 part, _ = pad([text[first : first + size] for text in texts], length=size)
                 read, hidden = read_piece(llm, read, hidden, part, lengths)
@@ -105,28 +116,26 @@ class PromptReader:
         """Keep what a row has read of an answer for later prompts: its prompt, and its tokens except the last one."""
         if self._prefixes is not None:
             cache = state.state.cache if isinstance(state, Stream) else state.cache
-            self._prefixes.keep(self._name, [*answer.prompt.ids, *answer.said[:-1]], cache, row=row)
+            ids = [*answer.prompt.ids, *answer.said[:-1]]
+            if self._context is not None:  # only what the program of whole pieces has read
+                ids = ids[: len(answer.prompt.ids) // WHOLE * WHOLE]
+            self._prefixes.keep(self._name, ids, cache, row=row)
 
-    def _pieces(
-        self, answers: Sequence[Answer], slots: int, piece: int | None
-    ) -> tuple[KVCache | None, list[tuple[int, int]]]:
-        """The tokens that are known already, if there are any, and the pieces to read: first token and size of each.
+    def _pieces(self, length: int, *, known: int, slots: int, piece: int | None) -> list[tuple[int, int]]:
+        """The pieces of prompts to read, of which `known` tokens are in the cache: first token and size of each.
 
-        Without pieces, the prompts are read at once.
+        There are none if the prompts, of which the longest has so many tokens, are read at once.
         """
-        longest, begin, read = max(len(answer.prompt.ids) for answer in answers) - self._shorter, 0, None
-        size = piece if piece is not None and slots > 2 * piece else 0
-        if self._prefixes is not None:
-            [answer] = answers
-            places = self._prefixes.find(self._name, answer.prompt.ids[:-1])
-            rest = longest - len(places) * BLOCK
-            short = next((size for size in AFTER_PREFIX if size >= rest), PIECE)
-            known = min(len(places) * BLOCK, slots - -(-rest // short) * short)  # pieces must fit into the slots
-            if known > 0:
-                begin, size, read = known, short, self._prefixes.load(places, tokens=known, slots=slots)
-            answer.cached = begin
-            self._prefixes.count(found=begin, read=longest - begin)
-        return read, [(first, size) for first in range(begin, longest, size)] if size else []
+        if self._context is not None:
+            last = (length - 1) // WHOLE * WHOLE
+            size = next(size for size in FIXED if size >= length - last)
+            whole = range(min(known // WHOLE * WHOLE, last), last, WHOLE)
+            return [*((first, WHOLE) for first in whole), (last, size)]
+        size = next((size for size in AFTER_PREFIX if size >= length - known), PIECE)
+        begin = min(known, slots - -(-(length - known) // size) * size)  # all pieces must fit into the slots
+        if begin > 0:
+            return [(first, size) for first in range(begin, length, size)]
+        return [] if piece is None or slots <= 2 * piece else [(first, piece) for first in range(0, length, piece)]
 
     def enter(self, state: State | Stream, answers: Sequence[Answer], order: Order) -> State | Stream:
         """Turn what comes after the prompts into what the order needs; extra rows repeat the last answer."""

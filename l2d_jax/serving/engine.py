@@ -9,11 +9,12 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from l2d_jax.decoding.buckets import is_long, sample_bucket
+from l2d_jax.decoding.lane_options import program_key
 from l2d_jax.decoding.lanes import Lanes
 from l2d_jax.decoding.loaded_model import LoadedModel
 from l2d_jax.decoding.prefix_cache import PrefixCache
@@ -51,6 +52,7 @@ class Kind(NamedTuple):
     has_label: bool
     refines: bool  # whether the path itself reads the context
     is_long: bool  # whether a token takes many evaluations
+    program: Hashable = None  # what else selects a program, if answers are deterministic
 
 
 @dataclass(eq=False)
@@ -86,8 +88,17 @@ class _Group:
 class Engine:
     """Answers requests in the order in which they arrive, `lanes` of each kind at a time; at most `queue` wait."""
 
-    def __init__(self, loaded: LoadedModel, *, lanes: int, queue: int, prefixes: PrefixCache | None = None) -> None:
-        """`prefixes` is the cache of prompts that all kinds share."""
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        *,
+        lanes: int,
+        queue: int,
+        prefixes: PrefixCache | None = None,
+        context: int | None = None,
+    ) -> None:
+        """`prefixes` is the cache that all kinds share; `context` makes answers deterministic, as in `Lanes`."""
+        self._context = context
         self._loaded, self._size, self._limit, self.prefixes = loaded, lanes, queue, prefixes
         self._waiting: list[Work] = []
         self._pieces: deque[PieceWork] = deque()
@@ -165,7 +176,8 @@ class Engine:
         refines = path is not None and path.config.reader != "lm" and settings.budget > 1
         samples, is_slow = sample_bucket(settings.draws), is_long(settings.budget, settings.draws)
         shared = (settings.solver, settings.velocity, settings.parallel, samples)
-        return Kind(*shared, answer.prompt.label is not None, refines, is_slow)
+        program = None if self._context is None else program_key(answer)
+        return Kind(*shared, answer.prompt.label is not None, refines, is_slow, program)
 
     def _choose(self) -> dict[Kind, list[Work]]:
         """Take the works from the queue for which there is a free lane.
@@ -192,7 +204,7 @@ class Engine:
         try:
             if kind not in self._groups:
                 model = self._loaded.decoder.reading(refines=kind.refines)
-                cached: dict[str, Any] = {"prefixes": self.prefixes, "reader": kind.refines}
+                cached: dict[str, Any] = {"prefixes": self.prefixes, "reader": kind.refines, "context": self._context}
                 lanes = Lanes(model, lanes=self._size, stop_ids=self._loaded.stop_ids, **cached)
                 spent = min((group.spent for group in self._groups.values()), default=0)
                 self._groups[kind] = _Group(lanes, spent)

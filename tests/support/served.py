@@ -5,7 +5,8 @@ import dataclasses
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -14,16 +15,17 @@ import jax.numpy as jnp
 from l2d_jax.config.schema import DecodeConfig
 from l2d_jax.data import tokenizer
 from l2d_jax.decoding.loaded_model import LoadedModel
+from l2d_jax.decoding.prefix_cache import PrefixCache
 from l2d_jax.model.architecture import Architecture
 from l2d_jax.model.diffusion_path import DiffusionPath
 from l2d_jax.model.l2d import Model
 from l2d_jax.model.llm import LLM
 from l2d_jax.serving.access import Access
+from l2d_jax.serving.api.limits import RequestLimits
+from l2d_jax.serving.api.protocol import Protocol
 from l2d_jax.serving.app import ServerApp
 from l2d_jax.serving.connections import make_server
 from l2d_jax.serving.engine import Engine
-from l2d_jax.serving.api.limits import RequestLimits
-from l2d_jax.serving.api.protocol import Protocol
 from tests.support import tiny
 
 CONTEXT = 1024
@@ -31,11 +33,16 @@ ABOUT: dict[str, Any] = {"id": "tiny", "object": "model", "created": 0, "owned_b
 ABOUT |= {"budgets": [1, 3, 7, 15, 31], "max_tokens": CONTEXT // 2, "has_path": True}
 
 
-def talking_model(**changes: Any) -> LoadedModel:
-    """A model with random weights whose tokens are bytes, and whose likeliest ones are visible and ASCII."""
+def talking_model(
+    *, sizes: Mapping[str, Any] = MappingProxyType({}), dtype: str = "float32", **changes: Any
+) -> LoadedModel:
+    """A model with random weights whose tokens are bytes, and whose likeliest ones are visible and ASCII.
+
+    `sizes` are entries of its `config.json`, and `changes` options of its path.
+    """
     words = tokenizer.byte_tokenizer()
-    architecture = Architecture.from_hf({**tiny.CONFIGS["llama"], "vocab_size": 264})
-    llm = tiny.randomise(LLM.declare(architecture, dtype="float32"))
+    architecture = Architecture.from_hf({**tiny.CONFIGS["llama"], "vocab_size": 264, **sizes})
+    llm = tiny.randomise(LLM.declare(architecture, dtype=dtype))
     assert isinstance(llm.head, jax.Array)
     visible = (jnp.arange(264) >= 32) & (jnp.arange(264) < 127)
     llm = dataclasses.replace(llm, head=jnp.where(visible[:, None], llm.head, 0.0))
@@ -55,10 +62,12 @@ def serving(
     client_timeout: float = 15.0,
     max_connections: int = 256,
     drain: float = 30.0,
+    cached: int = 0,
     **limits: Any,
 ) -> Iterator[str]:
-    """Serve a model, and give the address."""
-    engine = Engine(loaded, lanes=lanes, queue=queue)
+    """Serve a model, and give the address; `cached` is the size of the prefix cache in bytes."""
+    prefixes = PrefixCache(loaded.decoder.llm, size=cached) if cached else None
+    engine = Engine(loaded, lanes=lanes, queue=queue, prefixes=prefixes)
     protocol = Protocol(loaded, name="tiny", limits=RequestLimits(**{"context": CONTEXT, "answers": queue, **limits}))
     app = ServerApp(engine, protocol, access=access or Access(), about=ABOUT, seconds=seconds, longest_body=2**16)
     times = {"client_timeout": client_timeout, "drain": drain}
