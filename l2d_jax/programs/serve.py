@@ -16,6 +16,7 @@ from l2d_jax import command_line
 from l2d_jax.config.schema import DecodeConfig, MeshConfig, PathConfig
 from l2d_jax.data.tokenizer import require_chat_template, require_tokenizer
 from l2d_jax.decoding.prefix_cache import PrefixCache
+from l2d_jax.decoding.prompt_reader import WHOLE
 from l2d_jax.decoding.refinement.settings import check_settings
 from l2d_jax.decoding.requests import check_decoding_memory
 from l2d_jax.distributed import runtime
@@ -46,7 +47,12 @@ def run(options: Namespace, key: str | None) -> None:
     folder = find(options.workdir or options.model, dtype=options.dtype, **command_line.tokenizer_options(options))
     with explained(f"{options.host}:{options.port} cannot be listened on", "choose another --host or --port"):
         listening = socket.create_server((options.host, options.port))
+    if options.deterministic:
+        runtime.fix_programs()
     runtime.start_jax(MeshConfig())
+    problem = f"--deterministic answers on one device, found {jax.device_count()}, whose sums depend on the lane"
+    is_one = not options.deterministic or jax.device_count() == 1
+    require(is_one, f"{problem}: start one server for each device, as by CUDA_VISIBLE_DEVICES, or leave the option out")
     require(jax.process_count() == 1, "a server is one process: start it on one host alone")
     base = folder.find_base()
     require_chat_template(require_tokenizer(base.tokenizer))
@@ -68,7 +74,8 @@ def run(options: Namespace, key: str | None) -> None:
         options.workdir or options.model, mesh=mesh, dtype=options.dtype, **command_line.tokenizer_options(options)
     )
     name = options.workdir.name if options.workdir else options.model
-    engine = Engine(loaded, lanes=options.lanes, queue=options.queue, prefixes=prefixes)
+    fixed = -(-context // WHOLE) * WHOLE if options.deterministic else None
+    engine = Engine(loaded, lanes=options.lanes, queue=options.queue, prefixes=prefixes, context=fixed)
     protocol = Protocol(loaded, name=name, limits=limits)
     budgets = [n for n in BUDGETS if n <= budget and _is_spendable(n, own, path)]
     about: dict[str, Any] = {"id": name, "object": "model", "created": 0, "owned_by": "l2d_jax", "budgets": budgets}

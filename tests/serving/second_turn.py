@@ -15,7 +15,7 @@ import httpx2 as httpx
 from tests.support.served import serving, talking_model
 
 SIZES = {"hidden_size": 768, "intermediate_size": 2560, "num_hidden_layers": 12, "max_position_embeddings": 4096}
-SIZES |= {"num_attention_heads": 12, "num_key_value_heads": 12, "head_dim": 64}
+SIZES |= {"num_attention_heads": 12, "num_key_value_heads": 4, "head_dim": 64}
 CACHED = 2**30  # bytes
 TURNS = 3  # chats that are timed
 
