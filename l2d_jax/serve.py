@@ -47,6 +47,11 @@ def make_parser() -> command_line.Parser:
     parser.add_argument(
         "--context", type="Tokens", default=2048, help="largest number of tokens of a prompt with its answer"
     )
+    cache = "MiB of memory for the beginnings of prompts that were read before; 0: none (default: as many tokens as all"
+    cache += " lanes hold, and at most a 16th of the memory)"
+    parser.add_argument("--prefix_cache", type="CountOrZero", metavar="MIB", help=cache)
+    fixed = "give each answer bit for bit, whatever else is asked; slower, and on one device"
+    parser.add_argument("--deterministic", action="store_true", help=fixed)
     parser.add_argument("--timeout", type="Seconds", default=600.0, help="longest time of a request, in seconds")
     parser.add_argument("--max_body", type="Count", default=1024, help="largest body of a request, in KiB")
     budget = "largest budget that a request may ask for (default: 64, or that of the model if it is larger)"

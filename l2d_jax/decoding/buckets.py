@@ -32,8 +32,11 @@ _PAUSE: ContextVar[Callable[[], AbstractContextManager[None]] | None] = ContextV
 
 
 @contextlib.contextmanager
-def pausing(pause: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
-    """Within, `Programs` compile each new program under a context that `pause()` makes, before they run it."""
+def pausing(pause: Callable[[], AbstractContextManager[None]] | None) -> Iterator[None]:
+    """Within, `Programs` compile each new program under a context that `pause()` makes, before they run it.
+
+    None: they compile without a pause, for changes of what several threads share.
+    """
     token = _PAUSE.set(pause)
     try:
         yield

@@ -1,6 +1,6 @@
 """The options of a decoding program for the answers in its lanes: how to integrate, how to sample, allowed tokens."""
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -25,6 +25,12 @@ class Options(NamedTuple):
     settings: Refinement
     sampling: SamplingOptions
     labels: jax.Array | None
+
+
+def program_key(answer: Answer) -> Hashable:
+    """What selects the program and the tables of an answer, besides the properties that all answers of lanes share."""
+    settings, has_grammar = answer.settings, answer.grammar is not None
+    return settings.budget, settings.end, answer.is_scored, has_grammar, answer.restrictions.has_penalties
 
 
 class LaneOptions:

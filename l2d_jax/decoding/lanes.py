@@ -6,9 +6,10 @@ separate state (`prompt_reader`) and then takes the row of a free lane; a long p
 chunks of the other answers. This compiles a new program only if the longest prompt or answer needs a larger bucket.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from functools import partial
 from itertools import compress
+from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool
@@ -21,6 +22,7 @@ from l2d_jax.decoding.parallel import stream_state
 from l2d_jax.decoding.parallel.pace import Order, Pace
 from l2d_jax.decoding.parallel.stream import stream_decoder
 from l2d_jax.decoding.parallel.stream_state import Stream
+from l2d_jax.decoding.prefix_cache import PrefixCache
 from l2d_jax.decoding.prompt_reader import PIECE, PromptReader, answers_room
 from l2d_jax.decoding.requests import Answer, Piece, Request, TokenCost, TokenScore
 from l2d_jax.decoding.sampler import Tokens, allow
@@ -44,6 +46,9 @@ class Lanes:
         group: int = 1,
         known: Request | None = None,
         are_mixed: bool = False,
+        prefixes: PrefixCache | None = None,
+        reader: Hashable = None,
+        context: int | None = None,
     ) -> None:
         """Make empty lanes.
 
@@ -56,7 +61,13 @@ class Lanes:
             arrive one at a time.
           are_mixed: whether each answer names the path that refines it (`Answer.path`); their configs are that of the
             model's path. Prompts are then read one at a time, and `known` is None.
+                  prefixes: cache of the beginnings of prompts, if these are read one by one (`group` is 1, `known` is None).
+          reader: name of the model that reads the context, which tells it apart in the cache.
+          context: number of slots of a lane, a multiple of `prompt_reader.WHOLE`, for deterministic answers: then no
+            program depends on other answers, if all that run at a time have the same `lane_options.program_key`. None:
+            as many slots as the answers need, and the order of evaluations that is fastest.
         """
+        assert (prefixes is None and context is None) or group == 1
         self._paths = LanePaths(model, lanes) if are_mixed else None
         self._model = model
         self._answers: list[Answer | None] = [None] * lanes
@@ -72,9 +83,10 @@ class Lanes:
             mask = allow(vocab_size, allowed=restrictions.allowed, banned=restrictions.banned)
             allowed = None if mask is None else jnp.asarray(mask)[None]
         self.cost = 0  # approximate cost of the last step, in passes over the weights
-        self.pace = Pace(self.model, lanes)
+        self.pace = Pace(self.model, lanes, is_fixed=context is not None)
         self._maker = LaneOptions(self.pace, shared=shared, allowed=allowed, paths=self._paths)
-        self._reader = PromptReader(model, self._maker, known=known)
+        options: dict[str, Any] = {"prefixes": prefixes, "reader": reader, "context": context}
+        self._reader = PromptReader(model, self._maker, known=known, **options)
         self.order = Order.SEQUENTIAL
         self.state: State | Stream | None = None
         self._reading: list[tuple[Sequence[Answer], Iterator[State | Stream | None]]] = []
@@ -140,7 +152,7 @@ class Lanes:
                     pieces.append(answer.fail(contained(error)))
                     self.drop(answer)
                 continue
-            read += min(PIECE, max(len(answer.prompt.ids) for answer in group)) * self._group
+            read += min(PIECE, max(len(answer.prompt.ids) - answer.cached for answer in group)) * self._group
             is_alone = self._is_known and not self._is_running
             if state is not None:
                 self._reading.pop(0)
@@ -191,7 +203,9 @@ class Lanes:
                 except BaseException as error:  # from a tokenizer or a grammar: the other answers continue
                     piece = answer.fail(contained(error))
                 pieces.append(piece)
-                if pieces[-1].is_last:
+                if piece.is_last:
+                    if piece.ending != "broken":
+                        self._reader.keep(answer, self.state, row=lane)
                     self.drop(answer)
         return pieces
 

@@ -1,5 +1,6 @@
 """Reads prompts with the language model: at once, in pieces, or after a prefix that all of them share."""
 
+import dataclasses
 from functools import partial
 
 import jax.numpy as jnp
@@ -43,14 +44,20 @@ def start(
     lengths: Int[Array, " B"],
     keys: Key[Array, " B"],
     *,
-    capacity: int,
+    capacity: int | None,
     prefix: KVCache | None = None,
 ) -> State:
-    """The state after prompts have been read; `hidden` is the hidden state at the end of each."""
-    cache = KVCache.empty(llm.architecture, len(lengths), capacity, dtype=llm.dtype, prefix=prefix)
+    """The state after prompts have been read; `hidden` is the hidden state at the end of each.
+
+    There are `capacity` further slots for new tokens. None: each takes the slot of its position, among the prompt's.
+    """
+    if capacity is None:
+        cache = dataclasses.replace(prompts, by_position=True)
+    else:
+        cache = KVCache.empty(llm.architecture, len(lengths), capacity, dtype=llm.dtype, prefix=prefix).beside(prompts)
     none = jnp.zeros(len(lengths), jnp.int32)
     return State(
-        cache=cache.beside(prompts),
+        cache=cache,
         hidden=hidden,
         inputs=llm.lookup(jnp.take_along_axis(tokens, (lengths - 1)[:, None], axis=1))[:, 0],
         positions=prefix_length(prefix) + lengths - 1,

@@ -1,6 +1,9 @@
-"""Reads the prompts of answers, each distinct one once: at once or in pieces, into a state or a stream."""
+"""Reads the prompts of answers, each distinct one once: at once or in pieces, into a state or a stream.
 
-from collections.abc import Callable, Iterator, Sequence
+With a cache of prefixes, the longest known beginning of a prompt is copied, and only what follows is read.
+"""
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +16,7 @@ from l2d_jax.decoding.parallel.begin import enter, read_and_enter
 from l2d_jax.decoding.parallel.pace import Order, room
 from l2d_jax.decoding.parallel.stream_state import Stream
 from l2d_jax.decoding.prefill import prefill, read_piece, read_prefix, start
+from l2d_jax.decoding.prefix_cache import BLOCK, PrefixCache
 from l2d_jax.decoding.requests import Answer, Request
 from l2d_jax.decoding.sampler import answer_keys
 from l2d_jax.decoding.state import State, fan_out
@@ -20,14 +24,29 @@ from l2d_jax.model.kv_cache import KVCache
 from l2d_jax.model.l2d import Model
 
 PIECE = 256  # prompts with more than twice this number of tokens are read in pieces of this size
+FIXED = (32, 64, 128)  # sizes of the last piece of a prompt for deterministic answers
+WHOLE = FIXED[-1]  # size of all its other pieces
+AFTER_PREFIX = (64, 128, PIECE)  # sizes of a piece after a prefix from the cache; few, for few programs
 
 
 class PromptReader:
     """Reads prompts for lanes, into a state or a stream with a row for each answer."""
 
-    def __init__(self, model: Model, maker: LaneOptions, *, known: Request | None) -> None:
-        """`known` is the request that all answers belong to, if there is only one."""
+    def __init__(
+        self,
+        model: Model,
+        maker: LaneOptions,
+        *,
+        known: Request | None,
+        prefixes: PrefixCache | None = None,
+        reader: Hashable = None,
+        context: int | None = None,
+    ) -> None:
+        """`known` is the request that all answers belong to, if there is only one; the others are those of `Lanes`."""
+        assert known is None or (prefixes is None and context is None)
+        assert context is None or context % WHOLE == 0
         self._model, self._maker = model, maker
+        self._prefixes, self._name, self._context = prefixes, reader, context
         # answers per prompt, which share its reading; the length of the common prefix
         self._copies, self._shorter = (1, 0) if known is None else (known.samples, known.prefix)
         self._capacity: int | None = None  # slots for the longest answer; None: a bucket for the running answers
@@ -40,6 +59,8 @@ class PromptReader:
 
     def size(self, answers: Sequence[Answer]) -> tuple[int, int]:
         """The numbers of slots for the longest of these answers, and for the longest of their prompts."""
+        if self._context is not None:
+            return self._context, 0
         longest = max(len(answer.prompt.ids) for answer in answers)
         if self._capacity is not None:
             return self._capacity, round_up(longest - self._shorter)
@@ -48,7 +69,7 @@ class PromptReader:
     def lane_size(self, answers: Sequence[Answer]) -> tuple[int, int]:
         """The same numbers for answers that share lanes: where requests arrive one at a time, there are fewer."""
         ring, slots = self.size(answers)
-        return ring, slots if self._capacity is not None else lane_bucket(slots)
+        return ring, slots if self._capacity is not None or self._context is not None else lane_bucket(slots)
 
     def read(
         self, answers: Sequence[Answer], *, order: Callable[[], Order], piece: int | None = None
@@ -58,7 +79,8 @@ class PromptReader:
         If the answers join a stream, by their `order` when they are read, their first tokens begin in the same pass,
         except those of prompts that are read in pieces, or that several answers share.
         """
-        llm, (capacity, slots) = self._model.llm, self.size(answers)
+        llm = self._model.llm
+        capacity, slots = (None, self._context) if self._context else self.size(answers)
         prompts, rows = [answer.prompt for answer in answers], list(range(len(answers)))
         if self._copies > 1:  # read each prompt once
             prompts = list({id(prompt): prompt for prompt in prompts}.values())
@@ -72,19 +94,54 @@ class PromptReader:
         given = keys if self._copies == 1 else keys[jnp.array([0] * whole)]
         shared: dict[str, Any] = {"capacity": capacity, "prefix": self._prefix}
         state: State | Stream
-        if piece is not None and slots > 2 * piece:
-            read = KVCache.empty(llm.architecture, whole, slots, dtype=llm.dtype, prefix=self._prefix)
+        places = [] if self._prefixes is None else self._prefixes.find(self._name, prompts[0].ids[:-1])
+        pieces = self._pieces(max(map(len, texts)), known=len(places) * BLOCK, slots=slots, piece=piece)
+        begin = pieces[0][0] if pieces else 0
+        if self._prefixes is not None:
+            answers[0].cached = begin
+            self._prefixes.count(found=begin, read=len(texts[0]) - begin)
+        if pieces:
             hidden = jnp.zeros((whole, llm.architecture.hidden_size), llm.dtype)
-            for first in range(0, max(map(len, texts)), piece):
-                part, _ = pad([text[first : first + piece] for text in texts], length=piece)
+            read = KVCache.empty(llm.architecture, whole, slots, dtype=llm.dtype, prefix=self._prefix)
+            if begin and self._prefixes is not None:
+                read = self._prefixes.load(places, tokens=begin, slots=slots)
+            for first, size in pieces:
+                part, _ = pad([text[first : first + size] for text in texts], length=size)
                 read, hidden = read_piece(llm, read, hidden, part, lengths)
-                yield None
+                if (first, size) != pieces[-1]:
+                    yield None
             state = start(llm, replace(read, prefix=None), hidden, ids, lengths, given, **shared)
         elif self._copies == 1 and order() is Order.STREAM:
             state = read_and_enter(self._model_of(answers), ids, lengths, given, **shared, **self._beginning(answers))
         else:
             state = prefill(llm, ids, lengths, given, **shared)
+        self.keep(answers[0], state, row=0)
         yield state if self._copies == 1 else fan_out(state, jnp.array(rows), keys)
+
+    def keep(self, answer: Answer, state: State | Stream, *, row: int) -> None:
+        """Keep what a row has read of an answer for later prompts: its prompt, and its tokens except the last one."""
+        if self._prefixes is not None:
+            cache = state.state.cache if isinstance(state, Stream) else state.cache
+            ids = [*answer.prompt.ids, *answer.said[:-1]]
+            if self._context is not None:  # only what the program of whole pieces has read
+                ids = ids[: len(answer.prompt.ids) // WHOLE * WHOLE]
+            self._prefixes.keep(self._name, ids, cache, row=row)
+
+    def _pieces(self, length: int, *, known: int, slots: int, piece: int | None) -> list[tuple[int, int]]:
+        """The pieces of prompts to read, of which `known` tokens are in the cache: first token and size of each.
+
+        There are none if the prompts, of which the longest has so many tokens, are read at once.
+        """
+        if self._context is not None:
+            last = (length - 1) // WHOLE * WHOLE
+            size = next(size for size in FIXED if size >= length - last)
+            whole = range(min(known // WHOLE * WHOLE, last), last, WHOLE)
+            return [*((first, WHOLE) for first in whole), (last, size)]
+        size = next((size for size in AFTER_PREFIX if size >= length - known), PIECE)
+        begin = min(known, slots - -(-(length - known) // size) * size)  # all pieces must fit into the slots
+        if begin > 0:
+            return [(first, size) for first in range(begin, length, size)]
+        return [] if piece is None or slots <= 2 * piece else [(first, piece) for first in range(0, length, piece)]
 
     def enter(self, state: State | Stream, answers: Sequence[Answer], order: Order) -> State | Stream:
         """Turn what comes after the prompts into what the order needs; extra rows repeat the last answer."""

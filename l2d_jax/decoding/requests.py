@@ -27,8 +27,7 @@ from l2d_jax.model.diffusion_path import DiffusionPath
 from l2d_jax.model.l2d import Model, check_labels
 from l2d_jax.model.llm import LLM
 
-# The options of `DecodeConfig` that a likelihood does not depend on.
-SAMPLING_OPTIONS = ("temperature", "top_k", "top_p", "gate", "max_new_tokens")
+SAMPLING_OPTIONS = ("temperature", "top_k", "top_p", "gate", "max_new_tokens")  # a likelihood does not depend on them
 
 
 class Prompt(NamedTuple):
@@ -74,7 +73,6 @@ def check_biases(bias: Any) -> None:
 
 
 UNRESTRICTED = Restrictions()
-
 OFF: dict[str, Any] = {  # options of the path, with the values that have no effect
     "end": 1.0,
     "velocity": "sample",
@@ -148,6 +146,7 @@ class Answer:
     path: DiffusionPath | None = None  # the path that refines it, in lanes that several paths share
     is_scored: bool = False  # whether its tokens come with log-probabilities
     is_read: bool = False  # whether its prompt has been read
+    cached: int = 0  # tokens of its prompt that came from a prefix cache
     is_stuck: bool = False  # whether its grammar became too large
     restrictions: Restrictions = UNRESTRICTED  # only penalties and bias are read from here
     said: list[int] = field(default_factory=list)  # all tokens so far, including those held back
@@ -219,8 +218,7 @@ def override_settings(
 ) -> DecodeConfig:
     """Change options of `settings`. An adaptive solver that is given without a budget gets a budget of `AMPLE`.
 
-    Raises `InputError` for an unknown option, with the nearest name among the fields of `DecodeConfig` and `others`,
-    and for an invalid value.
+    Raises `InputError` for an invalid value, and for an unknown option, with the nearest name among all and `others`.
     """
     names = [option.name for option in fields(DecodeConfig)]
     for name in options:
@@ -275,6 +273,7 @@ def check_decoding_memory(
     longest: int,
     remedy: str,
     candidates: int = 0,
+    cached: int = 0,
 ) -> None:
     """Raise `InputError` if decoding `rows` sequences together needs more memory than the devices have.
 
@@ -286,16 +285,17 @@ def check_decoding_memory(
       longest: tokens of the longest prompt.
       remedy: what the error tells the user to lower.
       candidates: tokens that a search tries per beam; 0: no search.
+      cached: bytes of a prefix cache.
     """
     is_parallel = path is not None and settings.parallel != "off" and can_be_parallel(settings)
     evaluations = window([settings], vocab_size=llm.architecture.vocab_size, lanes=rows) + 1 if is_parallel else 1
     a, item, slots = llm.architecture, jnp.dtype(llm.dtype).itemsize, answer_slots(settings.max_new_tokens)
-    width = 2 * a.num_hidden_layers * a.num_key_value_heads * a.head_dim * item
     needs: dict[str, Any] = {
         "weights": tree_bytes(llm),
-        "KV cache": rows * (round_up(longest) + slots) * width * (2 if candidates else 1),  # beams move to other rows
+        "KV cache": rows * (round_up(longest) + slots) * llm.token_bytes * (2 if candidates else 1),  # beams move
         "logits": 4 * rows * min(sample_bucket(settings.draws), TOGETHER) * a.vocab_size * evaluations,
         "candidates": rows * candidates * (12 + slots),  # compared with all tokens of their answers
+        "prefix cache": cached,
     }
     if path is not None:
         needs["conditions"] = CAPACITY * (path.classes + 1) * 6 * a.num_hidden_layers * a.hidden_size * item

@@ -11,6 +11,8 @@ from l2d_jax.distributed.cluster import find_cluster
 from l2d_jax.distributed.sharding import decoding_mesh, make_mesh
 from l2d_jax.files import cache_folder
 
+FIXED_PROGRAMS = "--xla_gpu_deterministic_ops=true"  # no atomic sums, and no choice of kernels by their measured time
+
 
 def start_jax(config: MeshConfig) -> Mesh:
     """Turn on the compilation cache, join the other processes, make and set the mesh; raises `InputError`."""
@@ -19,6 +21,11 @@ def start_jax(config: MeshConfig) -> Mesh:
     if not jax.distributed.is_initialized() and (cluster := find_cluster(os.environ)) is not None:
         processes.join(cluster)
     return _set_mesh(config)
+
+
+def fix_programs() -> None:
+    """Before `start_jax`: let GPUs compute the same bits after each start, by programs that no measurement selects."""
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FIXED_PROGRAMS}".strip()
 
 
 def start_decoding(config: MeshConfig, *, rows: int, kv_heads: int) -> Mesh:

@@ -47,6 +47,7 @@ RULES: Rules = {
     "kv_heads": "tensor",
     "mlp": ("tensor", "stationary"),
     "length": "context",
+    "block": ("data", "fsdp", "stationary"),  # the tokens of a block of a prefix cache
     # Not sharded: layers (a scan runs over them) and parts (the six modulation vectors).
     **dict.fromkeys(("layers", "parts", "head_dim", "embed_activation", "hidden", "rank")),
     **dict.fromkeys(("diffusion", "condition", "frequency", "classes")),

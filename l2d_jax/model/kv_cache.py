@@ -38,6 +38,7 @@ class KVCache(nnx.Module):
     segments: Int[Array, "B S"] | None = nnx.data(default=None)  # sequence of each slot; None: one sequence per row
     prefix: "KVCache | None" = nnx.data(default=None)  # one full row: the tokens before those of every row
     ring: int = nnx.static(default=0)  # size of the ring: the first slots, which `extend` fills in a cycle
+    by_position: bool = nnx.static(default=False)  # whether `extend` writes each token into the slot of its position
 
     @classmethod
     def empty(
@@ -58,6 +59,8 @@ class KVCache(nnx.Module):
         """Write the tokens of `new` into the next slots of the ring; each row must hold one sequence."""
         assert self.segments is None
         assert new.segments is None
+        if self.by_position:
+            return self.put(new, new.positions[:, 0])
         slot = self.used % self.ring
 
         def write(old: Array, update: Array, axis: int) -> Array:
@@ -65,6 +68,16 @@ class KVCache(nnx.Module):
 
         k, v, positions = write(self.k, new.k, 2), write(self.v, new.v, 2), write(self.positions, new.positions, 1)
         return dataclasses.replace(self, k=k, v=v, positions=positions, used=self.used + new.used)
+
+    def put(self, new: "KVCache", slots: Int[Array, " B"]) -> "KVCache":
+        """Write the one token of each row of `new` into a slot of that row; a slot beyond the last is dropped."""
+        assert new.positions.shape[1] == 1
+        rows = jnp.arange(len(slots))
+        k, v = (
+            old.at[:, rows, slots].set(one[:, :, 0], mode="drop") for old, one in ((self.k, new.k), (self.v, new.v))
+        )
+        positions = self.positions.at[rows, slots].set(new.positions[:, 0], mode="drop")
+        return dataclasses.replace(self, k=k, v=v, positions=positions)
 
     def resize(self, ring: int, slots: int) -> "KVCache":
         """Change the size of the ring, which must not shrink, and the number of slots after it to `slots`.

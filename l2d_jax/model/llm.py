@@ -84,6 +84,12 @@ class LLM(nnx.Module):
         """The dtype of the factors of products."""
         return self.embed.dtype if self.products is None else jnp.dtype(self.products)
 
+    @property
+    def token_bytes(self) -> int:
+        """The bytes of the keys and values of a token."""
+        a = self.architecture
+        return 2 * a.num_hidden_layers * a.num_key_value_heads * a.head_dim * jnp.dtype(self.dtype).itemsize
+
     @classmethod
     def declare(cls, architecture: Architecture, *, dtype: Any) -> "LLM":
         """Declare the module, with a `Weight` for each array; int8: the layers' matrices; the rest is bfloat16."""

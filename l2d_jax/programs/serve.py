@@ -12,12 +12,17 @@ import jax
 from l2d_jax import command_line
 from l2d_jax.config.schema import MeshConfig
 from l2d_jax.data.tokenizer import require_chat_template, require_tokenizer
+from l2d_jax.decoding.prefix_cache import PrefixCache
+from l2d_jax.decoding.prompt_reader import WHOLE
 from l2d_jax.decoding.requests import check_decoding_memory
 from l2d_jax.distributed import runtime
+from l2d_jax.distributed.memory import device_bytes
 from l2d_jax.errors import InputError, require
 from l2d_jax.files import explained
 from l2d_jax.loading import find, load
 from l2d_jax.model.llm import LLM
+
+CACHE_SHARE = 16  # by default, the prefix cache takes at most this fraction of the memory: 1 / CACHE_SHARE
 
 
 def run(options: Namespace, key: str | None, operator_key: str | None) -> None:
@@ -54,7 +59,12 @@ def _serve(options: Namespace, key: str | None, operator_key: str | None, stack:
     times = {"client_timeout": options.client_timeout, "drain": options.drain}
     server = make_server(front, max_connections=options.max_connections, **times)
     decode = stack.enter_context(listening(server, [opened], drain=options.drain))
+    if options.deterministic:
+        runtime.fix_programs()
     runtime.start_jax(MeshConfig())
+    problem = f"--deterministic answers on one device, found {jax.device_count()}, whose sums depend on the lane"
+    is_one = not options.deterministic or jax.device_count() == 1
+    require(is_one, f"{problem}: start one server for each device, as by CUDA_VISIBLE_DEVICES, or leave the option out")
     require(jax.process_count() == 1, "a server is one process: start it on one host alone")
     base = folder.find_base()
     require_chat_template(require_tokenizer(base.tokenizer))
@@ -71,10 +81,11 @@ def _serve(options: Namespace, key: str | None, operator_key: str | None, stack:
         offers.check_defaults(own, str(path.path))
         offers.efforts_for(own, path.path_config)
     llm, rows = LLM.declare(base.architecture, dtype=folder.base.dtype), GROUPS * options.lanes + 1
-    remedy = "--lanes, --context or --max_draws"
+    remedy = "--lanes, --context, --prefix_cache or --max_draws"
+    cached = _cache_bytes(options.prefix_cache, llm, tokens=options.lanes * context)
     for own, path in zip(chosen, [folder, *paths], strict=True):
         most = replace(own, draws=draws)
-        check_decoding_memory(llm, path.path_config, most, rows=rows, longest=context, remedy=remedy)
+        check_decoding_memory(llm, path.path_config, most, rows=rows, longest=context, remedy=remedy, cached=cached)
     loaded = load(
         options.workdir or options.model, mesh=mesh, dtype=options.dtype, **command_line.tokenizer_options(options)
     )
@@ -84,7 +95,10 @@ def _serve(options: Namespace, key: str | None, operator_key: str | None, stack:
         models.add(opener.open(named, place))
     load_path = opener.open if folder.path_config is None else None
     bounds: dict[str, Any] = {"seconds": options.timeout, "longest_body": 1024 * options.max_body}
-    engine, protocol = Engine(lanes=options.lanes, queue=options.queue), Protocol(models)
+    prefixes = PrefixCache(loaded.model.llm, size=cached) if cached else None
+    fixed = -(-context // WHOLE) * WHOLE if options.deterministic else None
+    engine = Engine(lanes=options.lanes, queue=options.queue, prefixes=prefixes, context=fixed)
+    protocol = Protocol(models)
     front.app = ServerApp(engine, protocol, access=access, load_path=load_path, **bounds).routes()
     began, usual = time.monotonic(), usual_requests(models, context=context)
 
@@ -97,3 +111,11 @@ def _serve(options: Namespace, key: str | None, operator_key: str | None, stack:
     served = ", ".join(model.name for model in models.models)
     print(f"serving {served} at http://{host}:{port}", flush=True)
     decode(engine, prepare)
+
+
+def _cache_bytes(given: int | None, llm: LLM, *, tokens: int) -> int:
+    """The size of the prefix cache: `given`, in MiB, or room for so many `tokens` within a share of the memory."""
+    if given is not None:
+        return given * 2**20
+    memory, wanted = device_bytes(), tokens * llm.token_bytes
+    return wanted if memory is None else min(wanted, memory // CACHE_SHARE)

@@ -27,6 +27,7 @@ from l2d_jax.serving.api.protocol import Asked, Protocol
 from l2d_jax.serving.api.replies import Reply, event
 from l2d_jax.serving.api.response_events import ResponseReply
 from l2d_jax.serving.api.responses import read_response
+from l2d_jax.serving.cache_figures import CacheFigures
 from l2d_jax.serving.engine import Engine
 from l2d_jax.serving.failures import explain, respond
 from l2d_jax.serving.models import ServedModel
@@ -90,6 +91,8 @@ class ServerApp:
         for name, place in (("decoding", 0), ("waiting", 1)):
             gauge = prometheus.Gauge(f"l2d_answers_{name}", f"Answers that are {name}.", registry=self._figures)
             gauge.set_function(partial(lambda place: self._engine.load[place], place))
+        if engine.prefixes is not None:
+            self._figures.register(CacheFigures(engine.prefixes))
 
     def routes(self) -> Starlette:
         """The ASGI application."""

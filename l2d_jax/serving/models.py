@@ -6,7 +6,7 @@ All share the base's weights. Paths with equal configs also share lanes, where t
 import dataclasses
 import threading
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -14,6 +14,7 @@ from l2d_jax.config.schema import DecodeConfig, PathConfig
 from l2d_jax.decoding.lane_paths import can_share
 from l2d_jax.decoding.lanes import Lanes
 from l2d_jax.decoding.loaded_model import LoadedModel
+from l2d_jax.decoding.prefix_cache import PrefixCache
 from l2d_jax.errors import InputError, require, shown
 from l2d_jax.model.l2d import Model
 from l2d_jax.serving.api.limits import RequestLimits
@@ -26,6 +27,7 @@ class LaneModel:
     model: Model
     stop_ids: tuple[int, ...]
     are_mixed: bool = False  # whether answers name their paths, which all have the config of the model's path
+    reader: object = field(default_factory=object)  # tells prompts apart that the path itself has read
 
     @property
     def programs(self) -> Hashable:
@@ -33,10 +35,17 @@ class LaneModel:
         path = self.model.path
         return self.are_mixed, None if path is None else path.config
 
-    def open(self, *, lanes: int, refines: bool) -> Lanes:
-        """Open lanes; `refines` says whether budgets are above 1, where it matters who reads the context."""
-        model = self.model.reading(refines=refines)
-        return Lanes(model, lanes=lanes, stop_ids=self.stop_ids, are_mixed=self.are_mixed)
+    def open(self, *, lanes: int, refines: bool, prefixes: PrefixCache | None, context: int | None) -> Lanes:
+        """Open lanes with the options of `Lanes`; `refines` says whether the path itself reads the context."""
+        return Lanes(
+            self.model.reading(refines=refines),
+            lanes=lanes,
+            stop_ids=self.stop_ids,
+            are_mixed=self.are_mixed,
+            prefixes=prefixes,
+            reader=self.reader if refines else None,
+            context=context,
+        )
 
 
 @dataclass(frozen=True, eq=False)

@@ -45,6 +45,7 @@ class Kind(NamedTuple):
     has_label: bool
     refines: bool  # whether the path itself reads the context
     is_long: bool  # whether a token takes many evaluations
+    program: Hashable = None  # what else selects a program, if answers are deterministic
 
     @property
     def programs(self) -> Hashable:

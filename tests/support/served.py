@@ -5,7 +5,8 @@ import dataclasses
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from l2d_jax.config.schema import DecodeConfig, MeshConfig
 from l2d_jax.data import tokenizer
 from l2d_jax.decoding.loaded_model import LoadedModel
+from l2d_jax.decoding.prefix_cache import PrefixCache
 from l2d_jax.distributed.sharding import make_mesh
 from l2d_jax.model.architecture import Architecture
 from l2d_jax.model.diffusion_path import DiffusionPath
@@ -36,11 +38,16 @@ ABOUT: dict[str, Any] = {"id": "tiny", "object": "model", "created": 0, "owned_b
 ABOUT |= {"budgets": [1, 3, 7, 15, 31], "max_tokens": CONTEXT // 2, "has_path": True}
 
 
-def talking_model(**changes: Any) -> LoadedModel:
-    """A model with random weights whose tokens are bytes, and whose likeliest ones are visible and ASCII."""
+def talking_model(
+    *, sizes: Mapping[str, Any] = MappingProxyType({}), dtype: str = "float32", **changes: Any
+) -> LoadedModel:
+    """A model with random weights whose tokens are bytes, and whose likeliest ones are visible and ASCII.
+
+    `sizes` are entries of its `config.json`, and `changes` options of its path.
+    """
     words = tokenizer.byte_tokenizer()
-    architecture = Architecture.from_hf({**tiny.CONFIGS["llama"], "vocab_size": 264})
-    llm = tiny.randomise(LLM.declare(architecture, dtype="float32"))
+    architecture = Architecture.from_hf({**tiny.CONFIGS["llama"], "vocab_size": 264, **sizes})
+    llm = tiny.randomise(LLM.declare(architecture, dtype=dtype))
     assert isinstance(llm.head, jax.Array)
     visible = (jnp.arange(264) >= 32) & (jnp.arange(264) < 127)
     llm = dataclasses.replace(llm, head=jnp.where(visible[:, None], llm.head, 0.0))
@@ -88,11 +95,13 @@ def serving(
     max_connections: int = 256,
     drain: float = 30.0,
     load_path: Callable[[str, str], ServedModel] | None = None,
+    cached: int = 0,
     **limits: Any,
 ) -> Iterator[str]:
-    """Serve a model, or several, and give the address."""
-    engine = Engine(lanes=lanes, queue=queue)
+    """Serve a model, or several, and give the address; `cached` is the size of the prefix cache in bytes."""
     models = loaded if isinstance(loaded, Catalogue) else catalogue(loaded, answers=queue, **limits)
+    prefixes = PrefixCache(models.get("").loaded.model.llm, size=cached) if cached else None
+    engine = Engine(lanes=lanes, queue=queue, prefixes=prefixes)
     protocol, bounds = Protocol(models), {"seconds": seconds, "longest_body": 2**16}
     app = ServerApp(engine, protocol, access=access or Access(), load_path=load_path, **bounds)
     front = Front(readiness := Readiness())

@@ -43,6 +43,7 @@ class Pace:
     lanes: int
     tokens: int = 0
     passes: int = 0
+    is_fixed: bool = False  # whether the order depends on the settings alone, for deterministic answers
 
     @cached_property
     def _readings(self) -> float:
@@ -60,6 +61,7 @@ class Pace:
         `in_stream` says whether the running answers are in a stream; a stream can be left but not entered later. None:
         no answer is running.
         """
+        in_stream = None if self.is_fixed else in_stream
         first = max(settings, key=lambda one: one.budget)
         if self.model.path is None or not can_be_parallel(first) or first.parallel == "off":
             return Order.SEQUENTIAL
@@ -97,7 +99,7 @@ class Pace:
 
     def add(self, *, tokens: int, passes: int, order: Order) -> None:
         """Count the passes that tokens took. Sequential tokens are ignored: they say nothing about guesses."""
-        if order is not Order.SEQUENTIAL:
+        if order is not Order.SEQUENTIAL and not self.is_fixed:
             of_llm = tokens if order is Order.PARALLEL else 0
             self.tokens, self.passes = self.tokens + tokens, self.passes + passes - of_llm
 

@@ -211,7 +211,7 @@ def _follow(
 
     after = dataclasses.replace(
         state,
-        cache=write(state.cache, made.new, stream.read % state.cache.ring, is_kept),
+        cache=write(state.cache, made.new, stream.read, is_kept),
         hidden=keep(made.hidden, state.hidden),
         inputs=keep(made.inputs, state.inputs),
         positions=state.positions + is_kept,

@@ -97,7 +97,7 @@ def leave_stream(llm: LLM, stream: Stream) -> State:
     following = state.positions + 1
     hidden, new = llm(stream.next[:, None], following[:, None], cache)
     is_read = ~stream.is_checked & ~state.done
-    cache = write(cache, new, stream.read % cache.ring, is_read)
+    cache = write(cache, new, stream.read, is_read)
     read = stream.read + is_read
     order = (jnp.arange(cache.ring) + read[:, None]) % cache.ring  # the newest token of each sequence comes last
 
@@ -116,10 +116,8 @@ def leave_stream(llm: LLM, stream: Stream) -> State:
     )
 
 
-def write(cache: KVCache, new: KVCache, slots: Int[Array, " B"], is_kept: Bool[Array, " B"]) -> KVCache:
-    """Write one new token of each sequence into its slot, if it is kept."""
+def write(cache: KVCache, new: KVCache, read: Int[Array, " B"], is_kept: Bool[Array, " B"]) -> KVCache:
+    """Write one new token of each sequence, if it is kept, into the slot after the `read` ones that the ring has."""
+    slots = new.positions[:, 0] if cache.by_position else read % cache.ring
     nowhere = cache.positions.shape[1]  # a slot beyond the last
-    rows, places = jnp.arange(len(slots)), jnp.where(is_kept, slots, nowhere)
-    k, v = (old.at[:, rows, places].set(one[:, :, 0], mode="drop") for old, one in ((cache.k, new.k), (cache.v, new.v)))
-    positions = cache.positions.at[rows, places].set(new.positions[:, 0], mode="drop")
-    return dataclasses.replace(cache, k=k, v=v, positions=positions)
+    return cache.put(new, jnp.where(is_kept, slots, nowhere))
