@@ -64,7 +64,7 @@ LONGEST = (
     "tests/weights/test_torch_path.py",
     "tests/serving/test_server.py",
     "tests/distributed/test_processes.py",
-    "tests/decoding/test_lanes.py",
+    "tests/decoding/batch/test_lanes.py",
     "tests/test_examples.py",
     "tests/programs/test_smollm2.py",
     "tests/model/test_families.py",

@@ -13,7 +13,8 @@ from l2d_jax.config import ranges
 from l2d_jax.config.parsing import check_value
 from l2d_jax.config.schema import PathConfig
 from l2d_jax.decoding import requests
-from l2d_jax.decoding.lanes import Lanes
+from l2d_jax.decoding.batch.lanes import Lanes
+from l2d_jax.decoding.memory import check_decoding_memory
 from l2d_jax.decoding.refinement.settings import check_settings
 from l2d_jax.decoding.requests import Answer, Piece, Request, path_config
 from l2d_jax.decoding.stop_strings import StopSearch
@@ -101,7 +102,7 @@ def open_lanes(model: Model, request: Request, *, lanes: int | None = None) -> t
     tokens = max(len(prompt.ids) for prompt in request.prompts) - request.prefix
     remedy = "the number of prompts, samples, draws or max_new_tokens"
     rows, longest = lanes + (group if lanes < len(answers) else 0), max(chosen, key=lambda one: one.max_new_tokens)
-    requests.check_decoding_memory(model.llm, path, longest, rows=rows, longest=tokens, remedy=remedy)
+    check_decoding_memory(model.llm, path, longest, rows=rows, longest=tokens, remedy=remedy)
     reading = model.reading(refines=any(one.budget > 1 for one in chosen))
     rule = "at a budget of 1 the language model reads the prompt, at larger ones the path: use separate calls"
     require(reading.llm is model.llm or all(one.budget > 1 for one in chosen), rule)

@@ -17,7 +17,7 @@ from scipy.special import softmax
 
 from l2d_jax.config.parsing import from_dict
 from l2d_jax.config.schema import DecodeConfig
-from l2d_jax.decoding.prefill import prefill
+from l2d_jax.decoding.batch.prefill import prefill
 from l2d_jax.decoding.refinement import integrate
 from l2d_jax.decoding.refinement.estimates import make_target
 from l2d_jax.decoding.refinement.settings import Refinement

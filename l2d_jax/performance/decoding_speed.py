@@ -15,15 +15,15 @@ import numpy as np
 from jax.sharding import Mesh
 
 from l2d_jax.config.schema import Config
+from l2d_jax.decoding.batch.prefill import prefill
 from l2d_jax.decoding.buckets import sample_bucket
 from l2d_jax.decoding.decode import token_decoder
+from l2d_jax.decoding.memory import check_decoding_memory
 from l2d_jax.decoding.parallel.begin import read_and_enter
 from l2d_jax.decoding.parallel.pace import Order, Pace, can_be_parallel
 from l2d_jax.decoding.parallel.stream import stream_decoder
-from l2d_jax.decoding.prefill import prefill
 from l2d_jax.decoding.refinement.settings import Refinement
 from l2d_jax.decoding.refinement.solver import Grid
-from l2d_jax.decoding.requests import check_decoding_memory
 from l2d_jax.decoding.sampler import SamplingOptions
 from l2d_jax.model.axes import ADAPTED
 from l2d_jax.model.l2d import Model

@@ -10,12 +10,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from l2d_jax.config.schema import Config
 from l2d_jax.data.batch import random_batch
+from l2d_jax.decoding.batch.prefill import prefill
 from l2d_jax.decoding.buckets import sample_bucket
 from l2d_jax.decoding.decode import token_decoder
 from l2d_jax.decoding.parallel.begin import enter
 from l2d_jax.decoding.parallel.pace import Order, Pace
 from l2d_jax.decoding.parallel.stream import stream_decoder
-from l2d_jax.decoding.prefill import prefill
 from l2d_jax.decoding.refinement.settings import Refinement
 from l2d_jax.decoding.refinement.solver import Grid
 from l2d_jax.decoding.sampler import SamplingOptions

@@ -13,8 +13,9 @@ from l2d_jax.config.schema import Config, MeshConfig
 from l2d_jax.data import rows
 from l2d_jax.decoding.batching import common_prefix
 from l2d_jax.decoding.loaded_model import LoadedModel
+from l2d_jax.decoding.memory import check_decoding_memory
 from l2d_jax.decoding.refinement.settings import check_settings
-from l2d_jax.decoding.requests import check_decoding_memory, check_prompts
+from l2d_jax.decoding.requests import check_prompts
 from l2d_jax.decoding.search.beam_search import check_search
 from l2d_jax.distributed import processes, runtime
 from l2d_jax.distributed.memory import parameters

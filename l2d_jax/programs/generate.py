@@ -16,6 +16,7 @@ from l2d_jax.data.tokenizer import prompt_ids, require_tokenizer
 from l2d_jax.decoding import requests
 from l2d_jax.decoding.generation import generate_answers, make_answers
 from l2d_jax.decoding.loaded_model import LoadedModel
+from l2d_jax.decoding.memory import check_decoding_memory
 from l2d_jax.decoding.requests import Prompt, Request, Restrictions
 from l2d_jax.decoding.search.beam_search import check_search, search
 from l2d_jax.decoding.search.beams import SearchConfig
@@ -57,7 +58,7 @@ def run(options: Namespace) -> None:
     llm, longest = LLM.declare(base.architecture, dtype=folder.base.dtype), max(map(len, ids))
     for settings in variants:
         remedy = "--draws or --max_new_tokens"
-        requests.check_decoding_memory(llm, folder.path_config, settings, rows=1, longest=longest, remedy=remedy)
+        check_decoding_memory(llm, folder.path_config, settings, rows=1, longest=longest, remedy=remedy)
         if searched is not None:
             check_search(settings, searched, llm, folder.path_config, longest=longest)
     with output_folder(options.trace) if options.trace else contextlib.nullcontext() as out:

@@ -12,15 +12,19 @@ import jax
 from l2d_jax import command_line
 from l2d_jax.config.schema import MeshConfig
 from l2d_jax.data.tokenizer import require_chat_template, require_tokenizer
-from l2d_jax.decoding.prefix_cache import PrefixCache
-from l2d_jax.decoding.prompt_reader import WHOLE
-from l2d_jax.decoding.requests import check_decoding_memory
+from l2d_jax.decoding.batch.prefix_cache import PrefixCache
+from l2d_jax.decoding.batch.prompt_reader import WHOLE, Service
+from l2d_jax.decoding.memory import check_decoding_memory
 from l2d_jax.distributed import runtime
 from l2d_jax.distributed.memory import device_bytes
 from l2d_jax.errors import InputError, require
 from l2d_jax.files import explained
-from l2d_jax.loading import find, load
+from l2d_jax.loading import Folder, find, load
 from l2d_jax.model.llm import LLM
+from l2d_jax.programs.served_models import Offers, PathOpener, check_paths
+from l2d_jax.serving.api.limits import BUDGET, DRAWS, RequestLimits
+from l2d_jax.serving.engine import GROUPS, Engine
+from l2d_jax.serving.models import Catalogue
 
 CACHE_SHARE = 16  # by default, the prefix cache takes at most this fraction of the memory: 1 / CACHE_SHARE
 
@@ -36,15 +40,11 @@ def run(options: Namespace, key: str | None, operator_key: str | None) -> None:
 
 def _serve(options: Namespace, key: str | None, operator_key: str | None, stack: contextlib.ExitStack) -> None:
     try:
-        from l2d_jax.programs.served_models import Offers, PathOpener, check_paths
         from l2d_jax.serving.access import Access
-        from l2d_jax.serving.api.limits import BUDGET, DRAWS, RequestLimits
         from l2d_jax.serving.api.protocol import Protocol
         from l2d_jax.serving.app import ServerApp
         from l2d_jax.serving.connections import make_server
-        from l2d_jax.serving.engine import GROUPS, Engine
         from l2d_jax.serving.front import Front, Readiness
-        from l2d_jax.serving.models import Catalogue
         from l2d_jax.serving.process import listening
         from l2d_jax.serving.warm_up import WarmUp, usual_requests
     except ImportError as error:
@@ -59,6 +59,27 @@ def _serve(options: Namespace, key: str | None, operator_key: str | None, stack:
     times = {"client_timeout": options.client_timeout, "drain": options.drain}
     server = make_server(front, max_connections=options.max_connections, **times)
     decode = stack.enter_context(listening(server, [opened], drain=options.drain))
+    name = options.workdir.name if options.workdir else options.model
+    models, opener, service = _open(options, folder, name, has_paths=bool(options.path or operator_key))
+    bounds: dict[str, Any] = {"seconds": options.timeout, "longest_body": 1024 * options.max_body}
+    engine, protocol = Engine(lanes=options.lanes, queue=options.queue, service=service), Protocol(models)
+    load_path = opener.open if folder.path_config is None else None
+    front.app = ServerApp(engine, protocol, access=access, load_path=load_path, **bounds).routes()
+    began, usual = time.monotonic(), usual_requests(models)
+
+    def prepare() -> None:
+        WarmUp(engine, protocol, readiness=readiness).run(usual if options.warm_up == "usual" else [])
+        if readiness.is_ready:
+            print(f"ready after {time.monotonic() - began:.0f} s", flush=True)
+
+    host, port = opened.getsockname()[:2]
+    served = ", ".join(model.name for model in models.models)
+    print(f"serving {served} at http://{host}:{port}", flush=True)
+    decode(engine, prepare)
+
+
+def _open(options: Namespace, folder: Folder, name: str, *, has_paths: bool) -> tuple[Catalogue, PathOpener, Service]:
+    """Check the models and the memory that they need, and open them; raises `InputError`."""
     if options.deterministic:
         runtime.fix_programs()
     runtime.start_jax(MeshConfig())
@@ -68,7 +89,6 @@ def _serve(options: Namespace, key: str | None, operator_key: str | None, stack:
     require(jax.process_count() == 1, "a server is one process: start it on one host alone")
     base = folder.find_base()
     require_chat_template(require_tokenizer(base.tokenizer))
-    name = options.workdir.name if options.workdir else options.model
     paths = check_paths(options.path, base, served=name)
     mesh = runtime.start_decoding(MeshConfig(), rows=options.lanes, kv_heads=base.architecture.num_key_value_heads)
     context = min(options.context, base.architecture.max_position_embeddings)
@@ -76,7 +96,7 @@ def _serve(options: Namespace, key: str | None, operator_key: str | None, stack:
     draws = options.max_draws or max(DRAWS, *(own.draws for own in chosen))
     budget = options.max_budget or max(BUDGET, *(own.budget for own in chosen))
     limits = RequestLimits(context=context, answers=options.queue, budget=budget, draws=draws)
-    offers = Offers(limits, options.efforts, has_paths=bool(options.path or operator_key))
+    offers = Offers(limits, options.efforts, has_paths=has_paths)
     for own, path in zip(chosen, [folder, *paths], strict=True):
         offers.check_defaults(own, str(path.path))
         offers.efforts_for(own, path.path_config)
@@ -93,24 +113,9 @@ def _serve(options: Namespace, key: str | None, operator_key: str | None, stack:
     opener = PathOpener(base, loaded, mesh, options.lanes, offers, models)
     for named, place in options.path:
         models.add(opener.open(named, place))
-    load_path = opener.open if folder.path_config is None else None
-    bounds: dict[str, Any] = {"seconds": options.timeout, "longest_body": 1024 * options.max_body}
     prefixes = PrefixCache(loaded.model.llm, size=cached) if cached else None
     fixed = -(-context // WHOLE) * WHOLE if options.deterministic else None
-    engine = Engine(lanes=options.lanes, queue=options.queue, prefixes=prefixes, context=fixed)
-    protocol = Protocol(models)
-    front.app = ServerApp(engine, protocol, access=access, load_path=load_path, **bounds).routes()
-    began, usual = time.monotonic(), usual_requests(models, context=context)
-
-    def prepare() -> None:
-        WarmUp(engine, protocol, readiness=readiness).run(usual if options.warm_up == "usual" else [])
-        if readiness.is_ready:
-            print(f"ready after {time.monotonic() - began:.0f} s", flush=True)
-
-    host, port = opened.getsockname()[:2]
-    served = ", ".join(model.name for model in models.models)
-    print(f"serving {served} at http://{host}:{port}", flush=True)
-    decode(engine, prepare)
+    return models, opener, Service(prefixes=prefixes, context=fixed)
 
 
 def _cache_bytes(given: int | None, llm: LLM, *, tokens: int) -> int:

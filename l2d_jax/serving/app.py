@@ -91,8 +91,8 @@ class ServerApp:
         for name, place in (("decoding", 0), ("waiting", 1)):
             gauge = prometheus.Gauge(f"l2d_answers_{name}", f"Answers that are {name}.", registry=self._figures)
             gauge.set_function(partial(lambda place: self._engine.load[place], place))
-        if engine.prefixes is not None:
-            self._figures.register(CacheFigures(engine.prefixes))
+        if engine.service.prefixes is not None:
+            self._figures.register(CacheFigures(engine.service.prefixes))
 
     def routes(self) -> Starlette:
         """The ASGI application."""

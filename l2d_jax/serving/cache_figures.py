@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from l2d_jax.decoding.prefix_cache import PrefixCache
+from l2d_jax.decoding.batch.prefix_cache import PrefixCache
 
 
 class CacheFigures(Collector):

@@ -14,12 +14,11 @@ import threading
 import time
 from collections.abc import Hashable, Sequence
 from functools import partial
-from typing import Any
 
+from l2d_jax.decoding.batch.lane_options import program_key
+from l2d_jax.decoding.batch.prompt_reader import Service
+from l2d_jax.decoding.batch.shapes import Shape
 from l2d_jax.decoding.buckets import is_long, sample_bucket
-from l2d_jax.decoding.lane_options import program_key
-from l2d_jax.decoding.prefix_cache import PrefixCache
-from l2d_jax.decoding.shapes import Shape
 from l2d_jax.errors import require
 from l2d_jax.serving.group import Group
 from l2d_jax.serving.piecework import PieceQueue
@@ -36,11 +35,9 @@ SCORERS = 2  # number of works in pieces that can compile or compute at a time
 class Engine:
     """Answers requests in the order in which they arrive, `lanes` of each kind at a time; at most `queue` wait."""
 
-    def __init__(
-        self, *, lanes: int, queue: int, prefixes: PrefixCache | None = None, context: int | None = None
-    ) -> None:
-        """`prefixes` is the cache that all kinds share; `context` makes answers deterministic, as in `Lanes`."""
-        self._size, self._limit, self.prefixes, self._context = lanes, queue, prefixes, context
+    def __init__(self, *, lanes: int, queue: int, service: Service = Service()) -> None:  # noqa: B008 (cannot change)
+        """`service` says what all kinds share: the prefix cache, and whether answers are deterministic."""
+        self._size, self._limit, self.service = lanes, queue, service
         self._waiting: list[Work] = []
         self._changed = threading.Condition()
         self._pieces = PieceQueue([self._worker() for _ in range(SCORERS)])
@@ -107,10 +104,10 @@ class Engine:
             self._waiting, self._groups, self._aside = [], {}, None
 
     def kind(self, work: Work) -> Kind:
-        """The kind of an answer. At a budget of 1 it joins a running kind of several paths, if it may and there is one."""
+        """The kind of an answer. At a budget of 1 it joins a running kind of several paths if it can."""
         answer, path = work.answer, work.model.loaded.model.path
         settings, has_label = answer.settings, answer.prompt.label is not None
-        if settings.budget == 1 and not has_label and self._context is None:
+        if settings.budget == 1 and not has_label and self.service.context is None:
             mixed = (kind for kind in self._groups if kind.lane_model.are_mixed)
             host = next((kind for kind in mixed if not (kind.has_label or kind.is_long)), None)
             if host is not None:
@@ -118,7 +115,7 @@ class Engine:
         refines = path is not None and path.config.reader != "lm" and settings.budget > 1
         samples, is_slow = sample_bucket(settings.draws), is_long(settings.budget, settings.draws)
         shared = (settings.solver, settings.velocity, settings.parallel, samples)
-        program = None if self._context is None else program_key(answer)
+        program = None if self.service.context is None else program_key(answer)
         return Kind(work.model.lane_model(settings), *shared, has_label, refines, is_slow, program)
 
     @property
@@ -187,8 +184,7 @@ class Engine:
         return sum(other.is_long == kind.is_long for other in self._groups) < most
 
     def _open(self, kind: Kind) -> Group:
-        options: dict[str, Any] = {"prefixes": self.prefixes, "context": self._context}
-        return Group(kind, lanes=self._size, spent=self._spent, worker=self._worker(), **options)
+        return Group(kind, lanes=self._size, spent=self._spent, worker=self._worker(), service=self.service)
 
     def _is_known(self, work: Work, kind: Kind, group: Group | None) -> bool:
         """Whether a work needs no new program, in the lanes of its group or in new ones."""

@@ -5,10 +5,10 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from l2d_jax.decoding.lanes import Lanes
-from l2d_jax.decoding.prefix_cache import PrefixCache
+from l2d_jax.decoding.batch.lanes import Lanes
+from l2d_jax.decoding.batch.prompt_reader import Service
+from l2d_jax.decoding.batch.shapes import Shape
 from l2d_jax.decoding.requests import Piece, Request
-from l2d_jax.decoding.shapes import Shape
 from l2d_jax.decoding.trace import trace
 from l2d_jax.errors import contained
 from l2d_jax.serving.turns import Worker
@@ -21,15 +21,13 @@ class Group:
     All of it runs in one worker, except `add` and what it reads.
     """
 
-    def __init__(
-        self, kind: Kind, *, lanes: int, spent: int, worker: Worker, prefixes: PrefixCache | None, context: int | None
-    ) -> None:
-        """Make a group without works, whose lanes are opened at its first step, with the options of `Lanes`."""
+    def __init__(self, kind: Kind, *, lanes: int, spent: int, worker: Worker, service: Service) -> None:
+        """Make a group without works, whose lanes are opened at its first step."""
         self.kind, self.worker = kind, worker
         self.spent = spent  # passes over the weights that it has cost so far
         self.works: dict[int, Work] = {}  # keys: numbers of answers
         self.is_proven = False  # whether it has decoded tokens
-        self._size, self._prefixes, self._context = lanes, prefixes, context
+        self._size, self._service = lanes, service
         self._lanes: Lanes | None = None
         self._joining: list[Work] = []
         self._ring = 0  # slots for the longest answer so far: the lanes keep them
@@ -72,16 +70,16 @@ class Group:
 
     def fail(self, error: Exception) -> None:
         """Report an error to all works; drop the lanes and all prefixes, whose values may be lost."""
-        if self._prefixes is not None:
-            self._prefixes.clear()
+        if self._service.prefixes is not None:
+            self._service.prefixes.clear()
         works, self.works, self._joining, self._lanes = [*self.works.values()], {}, [], None
         for work in works:
             tell(work, error)
 
     def _decode(self) -> list[Piece]:
         if self._lanes is None:
-            options: dict[str, Any] = {"prefixes": self._prefixes, "context": self._context}
-            self._lanes = self.kind.lane_model.open(lanes=self._size, refines=self.kind.refines, **options)
+            options: dict[str, Any] = {"refines": self.kind.refines, "service": self._service}
+            self._lanes = self.kind.lane_model.open(lanes=self._size, **options)
         for work in [*self.works.values()]:
             if work.is_cancelled:
                 self._leave(work)

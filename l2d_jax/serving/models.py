@@ -11,10 +11,10 @@ from functools import cached_property
 from typing import Any
 
 from l2d_jax.config.schema import DecodeConfig, PathConfig
-from l2d_jax.decoding.lane_paths import can_share
-from l2d_jax.decoding.lanes import Lanes
+from l2d_jax.decoding.batch.lane_paths import can_share
+from l2d_jax.decoding.batch.lanes import Lanes
+from l2d_jax.decoding.batch.prompt_reader import Service
 from l2d_jax.decoding.loaded_model import LoadedModel
-from l2d_jax.decoding.prefix_cache import PrefixCache
 from l2d_jax.errors import InputError, require, shown
 from l2d_jax.model.l2d import Model
 from l2d_jax.serving.api.limits import RequestLimits
@@ -35,17 +35,10 @@ class LaneModel:
         path = self.model.path
         return self.are_mixed, None if path is None else path.config
 
-    def open(self, *, lanes: int, refines: bool, prefixes: PrefixCache | None, context: int | None) -> Lanes:
-        """Open lanes with the options of `Lanes`; `refines` says whether the path itself reads the context."""
-        return Lanes(
-            self.model.reading(refines=refines),
-            lanes=lanes,
-            stop_ids=self.stop_ids,
-            are_mixed=self.are_mixed,
-            prefixes=prefixes,
-            reader=self.reader if refines else None,
-            context=context,
-        )
+    def open(self, *, lanes: int, refines: bool, service: Service) -> Lanes:
+        """Open lanes, in which all share what `service` says; `refines`: the path itself reads the context."""
+        own = service._replace(are_mixed=self.are_mixed, reader=self.reader if refines else None)
+        return Lanes(self.model.reading(refines=refines), lanes=lanes, stop_ids=self.stop_ids, service=own)
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from l2d_jax.decoding.prompt_reader import PIECE
+from l2d_jax.decoding.batch.prompt_reader import PIECE
 from l2d_jax.decoding.requests import Answer, Piece
 from l2d_jax.errors import InputError
 from l2d_jax.serving.api.protocol import Protocol
@@ -22,23 +22,23 @@ LAST = 12  # tokens after which no further program follows: more than are decode
 FORMAT = {"type": "regex", "regex": f"[a-z]{{{2 * LAST}}}"}
 
 
-def usual_requests(models: Catalogue, *, context: int) -> list[dict[str, Any]]:
+def usual_requests(models: Catalogue) -> list[dict[str, Any]]:
     """The bodies of requests for completions that need the usual programs of all models.
 
     Of paths that share lanes, the first one stands for all.
     """
     firsts = {model.shared or model: model for model in reversed(models.models)}
-    return [body for model in reversed(firsts.values()) for body in _usual(model, context=context)]
+    return [body for model in reversed(firsts.values()) for body in _usual(model)]
 
 
-def _usual(model: ServedModel, *, context: int) -> list[dict[str, Any]]:
+def _usual(model: ServedModel) -> list[dict[str, Any]]:
     """The bodies for one model, each of which fits the context.
 
     They are: answers with the default options, and of the language model alone; with evaluations one by one, in case
     that parallel ones turn out to be slower; with log-probabilities and with a grammar; to prompts of all usual
     lengths; and long answers.
     """
-    defaults = model.loaded.defaults
+    defaults, context = model.loaded.defaults, model.limits.context
     refined: list[dict[str, Any]] = [{"parallel": "off"}, {"budget": 1}] if defaults.budget > 1 else []
     options = [(SHORT, each) for each in ({}, *refined, {"logprobs": 1})]
     options += [(SHORT, {"response_format": FORMAT}), *((length, {}) for length in OTHERS)]

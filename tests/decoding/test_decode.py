@@ -12,8 +12,8 @@ import pytest
 from l2d_jax.config.config_file import read_config
 from l2d_jax.config.schema import DecodeConfig
 from l2d_jax.decoding import buckets, token_step
+from l2d_jax.decoding.batch.prefill import prefill, read_prefix
 from l2d_jax.decoding.decode import token_decoder
-from l2d_jax.decoding.prefill import prefill, read_prefix
 from l2d_jax.decoding.refinement.refine import refine
 from l2d_jax.decoding.refinement.settings import Refinement
 from l2d_jax.decoding.sampler import SamplingOptions, answer_keys

@@ -6,9 +6,9 @@ import pytest
 from l2d_jax.config.schema import DecodeConfig
 from l2d_jax.data import tokenizer
 from l2d_jax.decoding import buckets, loaded_model, stop_strings
+from l2d_jax.decoding.batch.prefill import prefill
 from l2d_jax.decoding.decode import token_decoder
 from l2d_jax.decoding.loaded_model import LoadedModel
-from l2d_jax.decoding.prefill import prefill
 from l2d_jax.decoding.requests import Piece, Restrictions
 from l2d_jax.errors import InputError
 from l2d_jax.model.l2d import Model

@@ -3,9 +3,10 @@ import jax.numpy as jnp
 import pytest
 
 from l2d_jax.config.schema import DecodeConfig, PathConfig
-from l2d_jax.decoding import requests
+from l2d_jax.decoding import memory
+from l2d_jax.decoding.batch.prefill import prefill
 from l2d_jax.decoding.buckets import answer_slots, pad, sample_bucket
-from l2d_jax.decoding.prefill import prefill
+from l2d_jax.decoding.memory import check_decoding_memory
 from l2d_jax.decoding.refinement.settings import check_settings
 from l2d_jax.decoding.refinement.solver import AMPLE
 from l2d_jax.decoding.requests import check_asked, override_settings
@@ -18,9 +19,9 @@ PROMPTS = [[1, 2, 3]] * 3
 
 def test_the_cache_is_counted_as_it_is_made(monkeypatch):
     found = {}
-    monkeypatch.setattr(requests, "require_memory", lambda needs, remedy: found.update(needs))
+    monkeypatch.setattr(memory, "require_memory", lambda needs, remedy: found.update(needs))
     llm, settings = tiny.llm("llama"), DecodeConfig(max_new_tokens=13, draws=5)
-    requests.check_decoding_memory(llm, None, settings, rows=3, longest=3, remedy="x")
+    check_decoding_memory(llm, None, settings, rows=3, longest=3, remedy="x")
     keys = jax.random.split(jax.random.key(0), 3)
     state = prefill(llm, *pad(PROMPTS), keys, capacity=answer_slots(13))
     assert found["KV cache"] == state.cache.k.nbytes + state.cache.v.nbytes

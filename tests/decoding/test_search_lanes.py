@@ -169,7 +169,7 @@ def test_all_rows_count_towards_the_memory(monkeypatch):
         needs.append((found["KV cache"], remedy))
         raise InputError("too much")
 
-    monkeypatch.setattr("l2d_jax.decoding.requests.require_memory", note)
+    monkeypatch.setattr("l2d_jax.decoding.memory.require_memory", note)
     for lanes in (1, 2, 8):
         with pytest.raises(InputError, match="too much"):
             together(loaded, asked, lanes=lanes)

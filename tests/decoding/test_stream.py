@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from l2d_jax.config.schema import DecodeConfig
+from l2d_jax.decoding.batch.prefill import prefill
 from l2d_jax.decoding.decode import token_decoder
 from l2d_jax.decoding.parallel.begin import enter, read_and_enter
 from l2d_jax.decoding.parallel.stream import stream_decoder
 from l2d_jax.decoding.parallel.stream_state import fit, leave_stream, make_room
-from l2d_jax.decoding.prefill import prefill
 from l2d_jax.decoding.refinement.settings import Refinement
 from l2d_jax.decoding.refinement.solver import Grid
 from l2d_jax.decoding.refinement.stages import Stages

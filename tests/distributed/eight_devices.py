@@ -17,8 +17,8 @@ from jax.sharding import Mesh
 from l2d_jax.config.schema import Config, DataConfig, DecodeConfig, MeshConfig, OptimConfig, TrainConfig
 from l2d_jax.data.examples import Examples
 from l2d_jax.data.tokenizer import byte_tokenizer
+from l2d_jax.decoding.batch.prefill import prefill
 from l2d_jax.decoding.decode import token_decoder
-from l2d_jax.decoding.prefill import prefill
 from l2d_jax.decoding.refinement.settings import Refinement
 from l2d_jax.decoding.sampler import SamplingOptions
 from l2d_jax.distributed import sharding
@@ -35,7 +35,7 @@ from l2d_jax.training.optimizer import optimizer
 from l2d_jax.training.step import TrainState, init_state, make_step, micro_batches, process_rows
 from l2d_jax.weights import mapping
 from l2d_jax.weights.mapping import LLM_ROWS
-from tests.decoding import test_lane_paths
+from tests.decoding.batch import test_lane_paths
 from tests.performance import test_lowering
 from tests.support import tiny
 from tests.support.mappings import declarations, theirs

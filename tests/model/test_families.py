@@ -11,8 +11,8 @@ import pytest
 from jax.sharding import Mesh
 
 from l2d_jax.config.schema import DecodeConfig, TrainConfig
+from l2d_jax.decoding.batch.prefill import prefill, read_prefix
 from l2d_jax.decoding.decode import token_decoder
-from l2d_jax.decoding.prefill import prefill, read_prefix
 from l2d_jax.decoding.refinement.settings import Refinement
 from l2d_jax.decoding.sampler import SamplingOptions
 from l2d_jax.model.attention import attention

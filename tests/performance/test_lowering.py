@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import pytest
 
 from l2d_jax.data.batch import random_batch
+from l2d_jax.decoding.batch.prefill import prefill
 from l2d_jax.decoding.decode import token_decoder
 from l2d_jax.decoding.parallel.pace import Order
-from l2d_jax.decoding.prefill import prefill
 from l2d_jax.decoding.refinement.settings import Refinement
 from l2d_jax.decoding.sampler import SamplingOptions
 from l2d_jax.performance import lowering

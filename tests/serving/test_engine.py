@@ -12,13 +12,13 @@ import jax
 import pytest
 
 from l2d_jax.config.schema import DecodeConfig
-from l2d_jax.decoding import lanes
+from l2d_jax.decoding.batch import lanes
+from l2d_jax.decoding.batch.lanes import Lanes
+from l2d_jax.decoding.batch.prompt_reader import PIECE
 from l2d_jax.decoding.buckets import LONG
 from l2d_jax.decoding.decode import token_decoder
 from l2d_jax.decoding.generation import generate_tokens, make_answers
-from l2d_jax.decoding.lanes import Lanes
 from l2d_jax.decoding.loaded_model import LoadedModel
-from l2d_jax.decoding.prompt_reader import PIECE
 from l2d_jax.decoding.requests import Answer, Piece, Prompt, Request, Restrictions, path_config
 from l2d_jax.decoding.stop_strings import StopSearch
 from l2d_jax.errors import RunError

@@ -15,8 +15,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from l2d_jax.config.schema import DecodeConfig, MeshConfig
 from l2d_jax.data import tokenizer
+from l2d_jax.decoding.batch.prefix_cache import PrefixCache
+from l2d_jax.decoding.batch.prompt_reader import Service
 from l2d_jax.decoding.loaded_model import LoadedModel
-from l2d_jax.decoding.prefix_cache import PrefixCache
 from l2d_jax.distributed.sharding import make_mesh
 from l2d_jax.model.architecture import Architecture
 from l2d_jax.model.diffusion_path import DiffusionPath
@@ -101,7 +102,7 @@ def serving(
     """Serve a model, or several, and give the address; `cached` is the size of the prefix cache in bytes."""
     models = loaded if isinstance(loaded, Catalogue) else catalogue(loaded, answers=queue, **limits)
     prefixes = PrefixCache(models.get("").loaded.model.llm, size=cached) if cached else None
-    engine = Engine(lanes=lanes, queue=queue, prefixes=prefixes)
+    engine = Engine(lanes=lanes, queue=queue, service=Service(prefixes=prefixes))
     protocol, bounds = Protocol(models), {"seconds": seconds, "longest_body": 2**16}
     app = ServerApp(engine, protocol, access=access or Access(), load_path=load_path, **bounds)
     front = Front(readiness := Readiness())

@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
+from l2d_jax.decoding.batch.prefill import prefill, prefix_length, start
 from l2d_jax.decoding.buckets import Programs, positions
 from l2d_jax.decoding.parallel.stream_state import Stream, blank
-from l2d_jax.decoding.prefill import prefill, prefix_length, start
 from l2d_jax.decoding.refinement.estimates import evaluation_keys
 from l2d_jax.decoding.refinement.settings import Refinement
 from l2d_jax.decoding.sampler import SamplingOptions, entropy, sample_tokens, token_keys

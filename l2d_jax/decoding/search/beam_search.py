@@ -13,13 +13,13 @@ import jax.numpy as jnp
 from l2d_jax.config.schema import DecodeConfig, PathConfig
 from l2d_jax.decoding.generation import broken_logits, group_size, make_answers
 from l2d_jax.decoding.loaded_model import LoadedModel
+from l2d_jax.decoding.memory import check_decoding_memory
 from l2d_jax.decoding.requests import (
     UNRESTRICTED,
     Answer,
     Prompt,
     Request,
     Restrictions,
-    check_decoding_memory,
     path_config,
 )
 from l2d_jax.decoding.search.beams import SearchConfig

@@ -12,10 +12,10 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
+from l2d_jax.decoding.batch.lane_options import LaneOptions, Options
+from l2d_jax.decoding.batch.prompt_reader import PromptReader
 from l2d_jax.decoding.buckets import CHUNK, answer_slots, sample_bucket
-from l2d_jax.decoding.lane_options import LaneOptions, Options
 from l2d_jax.decoding.parallel.pace import Order, Pace
-from l2d_jax.decoding.prompt_reader import PromptReader
 from l2d_jax.decoding.requests import Answer, Request
 from l2d_jax.decoding.sampler import allow
 from l2d_jax.decoding.search.beams import Beams, Scoring, SearchConfig, extend, replace_searches, start_beams

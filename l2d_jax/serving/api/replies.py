@@ -134,10 +134,8 @@ class Reply:
         passes = sum(one.passes for one in self._choices.values())
         counts["total_tokens"] = self._asked.prompt_tokens + new
         cached = sum(answer.cached for answer in self._asked.answers if answer.copy == 0)  # a prompt counts once
-        details = {
-            "prompt_tokens_details": {"cached_tokens": cached},
-            "completion_tokens_details": {"reasoning_tokens": 0},
-        }
+        details: dict[str, Any] = {"prompt_tokens_details": {"cached_tokens": cached}}
+        details |= {"completion_tokens_details": {"reasoning_tokens": 0}}
         return counts | details | {"evaluations": evaluations, "passes": passes}
 
     def last_chunk(self) -> dict[str, Any]:

@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 
 from l2d_jax.config.schema import DecodeConfig
+from l2d_jax.decoding.batch.lane_paths import can_share
+from l2d_jax.decoding.batch.lanes import Lanes
+from l2d_jax.decoding.batch.prompt_reader import Service
 from l2d_jax.decoding.generation import generate_tokens, make_answers
-from l2d_jax.decoding.lane_paths import can_share
-from l2d_jax.decoding.lanes import Lanes
 from l2d_jax.decoding.parallel.pace import Order
 from l2d_jax.decoding.requests import Prompt, Request
 from l2d_jax.model.l2d import Model
@@ -38,7 +39,12 @@ def mixed(
         [answer] = make_answers(Request([prompt], settings, seed=5), model.llm.architecture, trained[0].config)
         answer.number, answer.path = number, trained[number % len(trained)]
         answers.append(answer)
-    opened, waiting, found, orders = Lanes(model, lanes=lanes, stop_ids=(), are_mixed=True), answers, {}, set()
+    opened, waiting, found, orders = (
+        Lanes(model, lanes=lanes, stop_ids=(), service=Service(are_mixed=True)),
+        answers,
+        {},
+        set(),
+    )
     while waiting or not opened.is_idle:
         count = opened.free
         opened.admit(waiting[:count])

@@ -10,10 +10,10 @@ import pytest
 from jax._src import test_util
 
 from l2d_jax.config.schema import DecodeConfig
-from l2d_jax.decoding import prefix_cache
-from l2d_jax.decoding.lanes import Lanes
-from l2d_jax.decoding.prefix_cache import BLOCK, TOGETHER, PrefixCache
-from l2d_jax.decoding.prompt_reader import PIECE
+from l2d_jax.decoding.batch import prefix_cache
+from l2d_jax.decoding.batch.lanes import Lanes
+from l2d_jax.decoding.batch.prefix_cache import BLOCK, TOGETHER, PrefixCache
+from l2d_jax.decoding.batch.prompt_reader import PIECE, Service
 from l2d_jax.decoding.requests import UNRESTRICTED, Answer, Prompt, Restrictions
 from l2d_jax.decoding.stop_strings import StopSearch
 from l2d_jax.errors import InputError
@@ -111,7 +111,7 @@ def in_lanes(
 ) -> tuple[list[list[int]], list[int]]:
     """The answers, as requests that come one by one get them, and how many tokens of each prompt were in the cache."""
     opened, told = (
-        Lanes(model, lanes=lanes, stop_ids=(95,), prefixes=cache, reader="lm"),
+        Lanes(model, lanes=lanes, stop_ids=(95,), service=Service(prefixes=cache, reader="lm")),
         [list[int]() for _ in prompts],
     )
     answers = [Answer(n, Prompt(0, ids), settings, StopSearch((), None), seed=n) for n, ids in enumerate(prompts)]
@@ -201,7 +201,7 @@ def test_what_changes_the_answer_but_not_the_reading_shares_the_cache() -> None:
 def test_a_prompt_that_nobody_waits_for_is_not_kept() -> None:
     """It is dropped between two pieces, of which nothing is kept; what comes next is as ever."""
     model, cache = tiny.model(), PrefixCache(tiny.llm(), size=PLENTY)
-    opened = Lanes(model, lanes=2, stop_ids=(), prefixes=cache, reader="lm")
+    opened = Lanes(model, lanes=2, stop_ids=(), service=Service(prefixes=cache, reader="lm"))
     answer = Answer(0, Prompt(0, TEXT[: 3 * PIECE]), SETTINGS, StopSearch((), None))
     opened.admit([answer])
     assert opened.step() == []

@@ -5,18 +5,18 @@ With a cache of prefixes, the longest known beginning of a prompt is copied, and
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
+from l2d_jax.decoding.batch.lane_options import LaneOptions
+from l2d_jax.decoding.batch.prefill import prefill, read_piece, read_prefix, start
+from l2d_jax.decoding.batch.prefix_cache import BLOCK, PrefixCache
 from l2d_jax.decoding.buckets import answer_slots, lane_bucket, pad, prompt_bucket, round_up
-from l2d_jax.decoding.lane_options import LaneOptions
 from l2d_jax.decoding.parallel.begin import enter, read_and_enter
 from l2d_jax.decoding.parallel.pace import Order, room
 from l2d_jax.decoding.parallel.stream_state import Stream
-from l2d_jax.decoding.prefill import prefill, read_piece, read_prefix, start
-from l2d_jax.decoding.prefix_cache import BLOCK, PrefixCache
 from l2d_jax.decoding.requests import Answer, Request
 from l2d_jax.decoding.sampler import answer_keys
 from l2d_jax.decoding.state import State, fan_out
@@ -29,6 +29,18 @@ WHOLE = FIXED[-1]  # size of all its other pieces
 AFTER_PREFIX = (64, 128, PIECE)  # sizes of a piece after a prefix from the cache; few, for few programs
 
 
+class Service(NamedTuple):
+    """How lanes work in a server, where requests arrive one at a time and prompts are read one by one."""
+
+    are_mixed: bool = False  # whether each answer names its path (`Answer.path`), of the config of the model's path
+    prefixes: PrefixCache | None = None  # cache of the beginnings of prompts
+    reader: Hashable = None  # tells the model that reads the context apart in the cache
+    # Number of slots of a lane, a multiple of `WHOLE`, for deterministic answers: then no program depends on other
+    # answers, if all that run at a time have the same `lane_options.program_key`. None: as many slots as the answers
+    # need, and the order of evaluations that is fastest.
+    context: int | None = None
+
+
 class PromptReader:
     """Reads prompts for lanes, into a state or a stream with a row for each answer."""
 
@@ -38,15 +50,13 @@ class PromptReader:
         maker: LaneOptions,
         *,
         known: Request | None,
-        prefixes: PrefixCache | None = None,
-        reader: Hashable = None,
-        context: int | None = None,
+        service: Service,
     ) -> None:
-        """`known` is the request that all answers belong to, if there is only one; the others are those of `Lanes`."""
-        assert known is None or (prefixes is None and context is None)
-        assert context is None or context % WHOLE == 0
+        """`known` is the request that all answers belong to, if there is only one."""
+        assert known is None or service == Service()
+        assert service.context is None or service.context % WHOLE == 0
         self._model, self._maker = model, maker
-        self._prefixes, self._name, self._context = prefixes, reader, context
+        self._prefixes, self._name, self._context = service.prefixes, service.reader, service.context
         # answers per prompt, which share its reading; the length of the common prefix
         self._copies, self._shorter = (1, 0) if known is None else (known.samples, known.prefix)
         self._capacity: int | None = None  # slots for the longest answer; None: a bucket for the running answers

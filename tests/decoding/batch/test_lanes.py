@@ -10,9 +10,9 @@ import pytest
 from jax._src import test_util
 
 from l2d_jax.config.schema import DecodeConfig
+from l2d_jax.decoding.batch.lanes import Lanes
 from l2d_jax.decoding.decode import token_decoder
 from l2d_jax.decoding.generation import decode_lanes, generate_tokens
-from l2d_jax.decoding.lanes import Lanes
 from l2d_jax.decoding.loaded_model import LoadedModel
 from l2d_jax.decoding.requests import Answer, Prompt, Request, Restrictions
 from l2d_jax.decoding.stop_strings import StopSearch

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from l2d_jax.config.schema import DecodeConfig
-from l2d_jax.decoding.lane_paths import LanePaths
+from l2d_jax.decoding.batch.lane_paths import LanePaths
 from l2d_jax.decoding.parallel.pace import Order, Pace
 from l2d_jax.decoding.refinement.condition_table import ConditionTable
 from l2d_jax.decoding.refinement.settings import Refinement

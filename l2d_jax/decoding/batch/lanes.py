@@ -6,24 +6,22 @@ separate state (`prompt_reader`) and then takes the row of a free lane; a long p
 chunks of the other answers. This compiles a new program only if the longest prompt or answer needs a larger bucket.
 """
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import compress
-from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool
 
+from l2d_jax.decoding.batch.lane_options import LaneOptions, Options
+from l2d_jax.decoding.batch.lane_paths import LanePaths
+from l2d_jax.decoding.batch.prompt_reader import PIECE, PromptReader, Service, answers_room
 from l2d_jax.decoding.buckets import CHUNK, is_long, sample_bucket
 from l2d_jax.decoding.decode import token_decoder
-from l2d_jax.decoding.lane_options import LaneOptions, Options
-from l2d_jax.decoding.lane_paths import LanePaths
 from l2d_jax.decoding.parallel import stream_state
 from l2d_jax.decoding.parallel.pace import Order, Pace
 from l2d_jax.decoding.parallel.stream import stream_decoder
 from l2d_jax.decoding.parallel.stream_state import Stream
-from l2d_jax.decoding.prefix_cache import PrefixCache
-from l2d_jax.decoding.prompt_reader import PIECE, PromptReader, answers_room
 from l2d_jax.decoding.requests import Answer, Piece, Request, TokenCost, TokenScore
 from l2d_jax.decoding.sampler import Tokens, allow
 from l2d_jax.decoding.state import State, fan_out
@@ -45,10 +43,7 @@ class Lanes:
         stop_ids: Sequence[int],
         group: int = 1,
         known: Request | None = None,
-        are_mixed: bool = False,
-        prefixes: PrefixCache | None = None,
-        reader: Hashable = None,
-        context: int | None = None,
+        service: Service = Service(),  # noqa: B008 (it cannot be changed)
     ) -> None:
         """Make empty lanes.
 
@@ -59,16 +54,10 @@ class Lanes:
           group: number of answers whose prompts are read at a time.
           known: the request all answers belong to, if there is only one; this saves compilation. None if requests
             arrive one at a time.
-          are_mixed: whether each answer names the path that refines it (`Answer.path`); their configs are that of the
-            model's path. Prompts are then read one at a time, and `known` is None.
-                  prefixes: cache of the beginnings of prompts, if these are read one by one (`group` is 1, `known` is None).
-          reader: name of the model that reads the context, which tells it apart in the cache.
-          context: number of slots of a lane, a multiple of `prompt_reader.WHOLE`, for deterministic answers: then no
-            program depends on other answers, if all that run at a time have the same `lane_options.program_key`. None:
-            as many slots as the answers need, and the order of evaluations that is fastest.
+          service: how they work in a server; `group` is then 1, and `known` None.
         """
-        assert (prefixes is None and context is None) or group == 1
-        self._paths = LanePaths(model, lanes) if are_mixed else None
+        assert service == Service() or group == 1
+        self._paths = LanePaths(model, lanes) if service.are_mixed else None
         self._model = model
         self._answers: list[Answer | None] = [None] * lanes
         self._stop_ids = tuple(stop_ids) or (-1,)  # -1 fills ended answers if there is no stop token
@@ -83,10 +72,9 @@ class Lanes:
             mask = allow(vocab_size, allowed=restrictions.allowed, banned=restrictions.banned)
             allowed = None if mask is None else jnp.asarray(mask)[None]
         self.cost = 0  # approximate cost of the last step, in passes over the weights
-        self.pace = Pace(self.model, lanes, is_fixed=context is not None)
+        self.pace = Pace(self.model, lanes, is_fixed=service.context is not None)
         self._maker = LaneOptions(self.pace, shared=shared, allowed=allowed, paths=self._paths)
-        options: dict[str, Any] = {"prefixes": prefixes, "reader": reader, "context": context}
-        self._reader = PromptReader(model, self._maker, known=known, **options)
+        self._reader = PromptReader(model, self._maker, known=known, service=service)
         self.order = Order.SEQUENTIAL
         self.state: State | Stream | None = None
         self._reading: list[tuple[Sequence[Answer], Iterator[State | Stream | None]]] = []
