@@ -16,7 +16,7 @@ from collections.abc import Hashable, Sequence
 from functools import partial
 
 from l2d_jax.decoding.batch.lane_options import program_key
-from l2d_jax.decoding.batch.prompt_reader import Service
+from l2d_jax.decoding.batch.prompt_reader import NO_SERVICE, Service
 from l2d_jax.decoding.batch.shapes import Shape
 from l2d_jax.decoding.buckets import is_long, sample_bucket
 from l2d_jax.errors import require
@@ -35,7 +35,7 @@ SCORERS = 2  # number of works in pieces that can compile or compute at a time
 class Engine:
     """Answers requests in the order in which they arrive, `lanes` of each kind at a time; at most `queue` wait."""
 
-    def __init__(self, *, lanes: int, queue: int, service: Service = Service()) -> None:  # noqa: B008 (cannot change)
+    def __init__(self, *, lanes: int, queue: int, service: Service = NO_SERVICE) -> None:
         """`service` says what all kinds share: the prefix cache, and whether answers are deterministic."""
         self._size, self._limit, self.service = lanes, queue, service
         self._waiting: list[Work] = []

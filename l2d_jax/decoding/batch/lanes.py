@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool
 
 from l2d_jax.decoding.batch.lane_options import LaneOptions, Options
 from l2d_jax.decoding.batch.lane_paths import LanePaths
-from l2d_jax.decoding.batch.prompt_reader import PIECE, PromptReader, Service, answers_room
+from l2d_jax.decoding.batch.prompt_reader import NO_SERVICE, PIECE, PromptReader, Service, answers_room
 from l2d_jax.decoding.buckets import CHUNK, is_long, sample_bucket
 from l2d_jax.decoding.decode import token_decoder
 from l2d_jax.decoding.parallel import stream_state
@@ -43,7 +43,7 @@ class Lanes:
         stop_ids: Sequence[int],
         group: int = 1,
         known: Request | None = None,
-        service: Service = Service(),  # noqa: B008 (it cannot be changed)
+        service: Service = NO_SERVICE,
     ) -> None:
         """Make empty lanes.
 
@@ -56,7 +56,7 @@ class Lanes:
             arrive one at a time.
           service: how they work in a server; `group` is then 1, and `known` None.
         """
-        assert service == Service() or group == 1
+        assert service == NO_SERVICE or group == 1
         self._paths = LanePaths(model, lanes) if service.are_mixed else None
         self._model = model
         self._answers: list[Answer | None] = [None] * lanes

@@ -41,6 +41,9 @@ class Service(NamedTuple):
     context: int | None = None
 
 
+NO_SERVICE = Service()  # of lanes that belong to a single request
+
+
 class PromptReader:
     """Reads prompts for lanes, into a state or a stream with a row for each answer."""
 
@@ -50,10 +53,10 @@ class PromptReader:
         maker: LaneOptions,
         *,
         known: Request | None,
-        service: Service,
+        service: Service = NO_SERVICE,
     ) -> None:
         """`known` is the request that all answers belong to, if there is only one."""
-        assert known is None or service == Service()
+        assert known is None or service == NO_SERVICE
         assert service.context is None or service.context % WHOLE == 0
         self._model, self._maker = model, maker
         self._prefixes, self._name, self._context = service.prefixes, service.reader, service.context

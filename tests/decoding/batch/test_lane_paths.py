@@ -14,7 +14,6 @@ from l2d_jax.decoding.parallel.pace import Order
 from l2d_jax.decoding.requests import Prompt, Request
 from l2d_jax.model.l2d import Model
 from tests.support import tiny
-from tests.support.marks import slow
 
 BUDGETS = (3, 1, 7, 3)
 SETTINGS = DecodeConfig(max_new_tokens=12, temperature=0.7)
@@ -57,7 +56,13 @@ def mixed(
 
 
 @pytest.mark.parametrize(
-    ("start", "parallel"), [("released", "off"), *slow(("anchored", "off"), ("released", "on"), ("anchored", "on"))]
+    ("start", "parallel"),
+    [
+        ("released", "off"),
+        pytest.param("anchored", "off", marks=pytest.mark.slow),
+        pytest.param("released", "on", marks=pytest.mark.slow),
+        pytest.param("anchored", "on", marks=pytest.mark.slow),
+    ],
 )
 def test_an_answer_is_that_of_its_path_alone(start: str, parallel: Any) -> None:
     trained = paths(start=start)
