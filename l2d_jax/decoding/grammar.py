@@ -11,8 +11,9 @@ import functools
 import json
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from decimal import Decimal
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from l2d_jax.config.parsing import nearest
 from l2d_jax.data.tokenizer import text_ids
 from l2d_jax.decoding.stop_strings import to_text
 from l2d_jax.decoding.tools.call_format import find_call_format
-from l2d_jax.decoding.tools.call_grammar import call_grammar
+from l2d_jax.decoding.tools.call_grammar import begun_calls, call_grammar
 from l2d_jax.decoding.tools.schema_fault import find_fault
 from l2d_jax.decoding.tools.tool_use import ToolUse
 from l2d_jax.errors import InputError, first_line, require, shorten, shown
@@ -33,6 +34,7 @@ FIELDS = {"text": "type", "json_object": "type", "json_schema": "json_schema", "
 SPACING: Any = {"whitespace_pattern": " "}
 LONGEST = 64 * 1024  # largest schema, regex or list of choices, in bytes
 MOST = {"keys": 1000, "choices": 1000}  # keys are counted over all mappings: time grows with the square of their number
+TOGETHER: Any = {"longest": 256 * 1024, "most": {"keys": 5000}}  # limits of the schemas of all tools of a request
 LARGEST = 20_000  # limit on the sum and the common multiple of all `multipleOf`: llguidance builds a state for each
 # In llguidance's own units, chosen by measuring on two CPU cores. Its defaults allow compilation to take minutes.
 LIMITS: Any = {"initial_lexer_fuel": 200_000, "step_lexer_fuel": 50_000, "max_grammar_size": 50_000}
@@ -75,7 +77,7 @@ class Grammar:
             from llguidance import LLMatcher, LLParserLimits
         except ImportError:
             raise InputError(f"{source} needs the extra structured: pip install 'l2d_jax[structured]'") from None
-        tokens = _tokens(tokenizer, vocab_size, tuple(stop_ids), source)
+        tokens = _tokens(tokenizer, vocab_size, tuple(stop_ids))
         assert tokenizer is not None
         limits = LLParserLimits(**LIMITS)
 
@@ -87,17 +89,22 @@ class Grammar:
         _check_size(kind, value, FORMAT)
         if tools is None:
             return compiled(_write(kind, value), source)
-        _check_size("schemas", dict(tools.schemas), TOOLS)
+        form = find_call_format(tokenizer, stop_ids)
+        _check_size("schemas", [*tools.schemas.values()], TOOLS, **TOGETHER)
+        for name, schema in tools.schemas.items():
+            _check_size("schema", schema, f"tool {name!r}")
         rule = None if kind == "text" else _rule(kind, value)
         if rule is not None:
             compiled(_write(kind, value), FORMAT)  # an error of the format alone
-        form = find_call_format(tokenizer, stop_ids)
         is_clear = rule is None or not form.is_bare or tools.is_required or not tools.may_call
         problem = f"the chat template writes calls as bare JSON, which may be an answer with {FORMAT}"
         require(is_clear, f"{problem}: leave {FORMAT} out, or set tool_choice to 'required' or 'none'")
         options: dict[str, Any] = {"stop_ids": stop_ids, "json_options": SPACING, "text": rule}
         try:
-            return compiled(call_grammar(tools, form, tokenizer, **options), source)
+            grammar = compiled(call_grammar(tools, form, tokenizer, **options), source)
+            for ids in text_ids(begun_calls(tools, form), tokenizer):
+                grammar.start().probe(ids)
+            return grammar
         except InputError:
             _blame(tools, lambda schema: compiled(_write("json_schema", schema), source))
             raise
@@ -106,8 +113,15 @@ class Grammar:
         """A copy, to follow one answer; make it before this grammar has accepted any token."""
         return Grammar(self._matcher.deep_copy(), self.stop_ids, self._vocab_size, source=self._source)
 
-    def probe(self) -> None:
-        """Accept one token; raises `InputError` for a grammar that is empty or too large, which fails by then."""
+    def probe(self, begun: Sequence[int] = ()) -> None:
+        """Accept one token after `begun`; raises `InputError` for a grammar that is empty or too large by then.
+
+        Tokens that the grammar does not allow are not tried: a tokenizer may write the same text in another way.
+        """
+        if self._matcher.validate_tokens([*begun]) < len(begun):
+            return
+        for token in begun:
+            self.accept(token)
         inside = np.setdiff1d(np.flatnonzero(self.mask()), self.stop_ids)
         if inside.size:
             self.accept(int(inside[0]))
@@ -172,14 +186,16 @@ def _blame(tools: ToolUse, compiled: Callable[[Any], "Grammar"]) -> None:
             raise InputError(f"tool {name!r}, {shorten(place, 100)}: {found[1]}")
 
 
-def _check_size(kind: str, value: Any, source: str) -> None:
+def _check_size(
+    kind: str, value: Any, source: str, *, longest: int = LONGEST, most: Mapping[str, int] = MappingProxyType(MOST)
+) -> None:
     """Raise `InputError` for a format that would take long to compile."""
     try:
         written = value if kind == "regex" else json.dumps(value)
     except (TypeError, ValueError, RecursionError) as error:
         raise _refusal(str(error), source) from None
     size = len(written.encode(errors="surrogatepass"))
-    require(size <= LONGEST, f"{source} must have at most {LONGEST} bytes, got {size}: shorten it")
+    require(size <= longest, f"{source} must have at most {longest} bytes, got {size}: shorten it")
     counts, multiples, waiting = {"keys": 0, "choices": len(value) if kind == "choice" else 0}, list[Decimal](), [value]
     while waiting:  # no recursion: a schema may be deeper than Python's stack
         part = waiting.pop()
@@ -189,8 +205,8 @@ def _check_size(kind: str, value: Any, source: str) -> None:
             if type(multiple) in (int, float) and 0 < abs(multiple) < math.inf:
                 multiples.append(abs(Decimal(repr(multiple))))
         waiting += part.values() if isinstance(part, dict) else part if isinstance(part, list | tuple) else ()
-    for name, most in MOST.items():
-        require(counts[name] <= most, f"{source} must have at most {most} {name}, got {counts[name]}: take fewer")
+    for name, limit in most.items():
+        require(counts[name] <= limit, f"{source} must have at most {limit} {name}, got {counts[name]}: take fewer")
     unit = Decimal(10) ** min([0, *(int(multiple.as_tuple().exponent) for multiple in multiples)])
     states = [int(multiple / unit) for multiple in multiples]
     largest = max(sum(states), math.lcm(*states))
@@ -201,24 +217,27 @@ def _check_size(kind: str, value: Any, source: str) -> None:
 def _refusal(reason: str, source: str) -> InputError:
     """The error for a format that cannot be followed; `reason` is llguidance's, and may have many lines."""
     [line] = re.findall("^error: (.+)", reason, re.MULTILINE)[:1] or reason.splitlines()[:1]
-    line = line.removeprefix("failed to compile JSON schema: ")
     line = "there is none" if line.startswith("NoExtension") else shorten(line, 160)
     return InputError(f"{source} must be one that answers of this model can meet ({line}): change or simplify it")
 
 
 @functools.lru_cache(maxsize=8)
-def _tokens(tokenizer: PreTrainedTokenizerFast | None, vocab_size: int, stop_ids: tuple[int, ...], source: str) -> Any:
+def _tokens(tokenizer: PreTrainedTokenizerFast | None, vocab_size: int, stop_ids: tuple[int, ...]) -> Any:
     """The tokenizer as llguidance needs it; building it takes a second."""
     from llguidance.hf import from_tokenizer
 
     if tokenizer is None or not stop_ids:
-        raise InputError(f"{source} needs a tokenizer and a stop token: add tokenizer files that name an eos_token")
+        raise InputError(
+            f"{FORMAT} needs a tokenizer and a stop token, as tools do: add tokenizer files that name an eos_token"
+        )
     try:
         tokens = from_tokenizer(tokenizer, n_vocab=vocab_size, eos_token=list(stop_ids))
         [ids] = text_ids([PROBE], tokenizer)
         require(tokens.decode_bytes(ids).decode().strip() == to_text(ids, tokenizer).strip(), "it is read differently")
     except ValueError as error:
-        problem = f"{source} needs a tokenizer of bytes, or one that falls back to them, with ids that the model has"
+        problem = (
+            f"{FORMAT}, or tools, need a tokenizer of bytes, or one that falls back to them, with ids of the model"
+        )
         raise InputError(f"{problem} ({first_line(error)[:100]}): use another model") from error
     return tokens
 

@@ -287,7 +287,7 @@ class LoadedModel:
         """The special tokens of calls, which the text of an answer with tools shows."""
         return {} if tools is None else find_call_format(require_tokenizer(self.tokenizer), self.stop_ids).markers
 
-    def _encode(self, prompt: Any, tools: ToolUse | None) -> list[int]:
+    def _encode(self, prompt: Any, tools: ToolUse | None = None) -> list[int]:
         if hasattr(prompt, "__len__"):
             if has_text(prompt):
                 messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt

@@ -75,6 +75,9 @@ def _find(tokenizer: PreTrainedTokenizerFast, template: str, stop_ids: tuple[int
         between = two[2] if is_regular else None
     opens_thought = prompt.rstrip().endswith(THOUGHT[0])
     tag = _tag(opening, tokenizer)
+    is_clear = tag != "" or opening[:1] in ("{", "[")
+    problem = f"the chat template must open a tool call by a tag or by JSON, got {shown(opening)}"
+    require(is_clear, f"{problem}: take one that does")
     found = PYTHON_TAG if not tag and PYTHON_TAG in tokenizer.added_tokens_encoder else tag
     texts = "".join((found, opening, middle, closing, between or ""))
     special = {number: token.content for number, token in tokenizer.added_tokens_decoder.items() if token.special}

@@ -43,6 +43,14 @@ def call_grammar(
     return "\n".join(_Rules(use, form, tokenizer, stop_ids).lines(json_options, text))
 
 
+def begun_calls(use: ToolUse, form: CallFormat) -> list[str]:
+    """For each tool, an answer up to the first character of arguments; one for all tools if names come last."""
+    thought = THOUGHT[1] if form.opens_thought and (use.is_required or form.is_bare) else ""
+    before = thought + ("" if form.is_bare else form.tag) + form.opening
+    names = [name + form.middle for name in use.schemas] if form.is_name_first else [""] * use.may_call
+    return [before + name + "{" for name in names]
+
+
 class _Rules:
     def __init__(
         self, use: ToolUse, form: CallFormat, tokenizer: PreTrainedTokenizerFast, stop_ids: Sequence[int]

@@ -20,7 +20,7 @@ from l2d_jax.decoding.requests import check_biases
 from l2d_jax.decoding.sampler import LIKELIEST
 from l2d_jax.decoding.tools.tool_use import ToolUse, read_tool_use
 from l2d_jax.errors import InputError, require, shorten, shown
-from l2d_jax.serving.api.limits import DEPTH, FORMAT_BYTES, STOP_LENGTH
+from l2d_jax.serving.api.limits import DEPTH, FORMAT_BYTES, STOP_LENGTH, TOOLS_BYTES
 
 Choices = Annotated[int, Interval(ge=1, le=128)]
 Alternatives = Annotated[int, Interval(ge=0, le=LIKELIEST)]
@@ -98,7 +98,7 @@ class _Common:
         require(effort is None or isinstance(effort, str), f"reasoning_effort must be text, got {shown(effort)}")
         self.stream_options.check()
         _check_biases(self.logit_bias)
-        _check_size(self.response_format, "response_format")
+        _check_size(self.response_format, "response_format", most=FORMAT_BYTES)
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ class ChatBody(_Common):
         check_messages(self.messages)
         is_list = self.tools is None or isinstance(self.tools, list)
         require(is_list, f"tools must be a list of functions, got {shown(self.tools)}: write [...]")
-        _check_size(self.tools, "tools")
+        _check_size(self.tools, "tools", most=TOOLS_BYTES)
         use = self.tool_use
         can_score = not self.logprobs or use is None or not use.may_call
         require(
@@ -284,7 +284,7 @@ def _check_biases(value: Any) -> None:
     check_biases({int(token): bias for token, bias in biases.items()})
 
 
-def _check_size(value: Any, name: str) -> None:
+def _check_size(value: Any, name: str, *, most: int) -> None:
     """Raise `InputError` for a field that is too large to compile while others wait."""
     size = len(json.dumps(value))
-    require(size <= FORMAT_BYTES, f"{name} has at most {FORMAT_BYTES} bytes, got {size}: simplify it")
+    require(size <= most, f"{name} has at most {most} bytes, got {size}: simplify it")

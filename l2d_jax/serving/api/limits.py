@@ -13,6 +13,7 @@ BUDGET, DRAWS = 64, 16  # largest values of a request, unless the operator or th
 STOP_LENGTH = 256  # largest length of a stop string, in characters
 DEPTH = 64  # largest nesting of lists and objects in a body
 FORMAT_BYTES = 2**16  # largest response_format, as JSON
+TOOLS_BYTES = 2**18  # largest list of tools, as JSON
 LOG_PROBABILITIES = 2**18  # largest number of log-probabilities in a reply
 
 

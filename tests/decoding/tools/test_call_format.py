@@ -64,6 +64,9 @@ def test_what_a_template_must_write():
     made = tokenizer(XML)
     with pytest.raises(InputError, match="must write a tool call as a name and a JSON object of arguments, got '<call"):
         find_call_format(made, (258,))
+    made = tokenizer("{{- 'Action: ' + message.tool_calls[0].function | tojson -}}")
+    with pytest.raises(InputError, match="must open a tool call by a tag or by JSON, got 'Action: "):
+        find_call_format(made, (258,))
     made.chat_template = made.chat_template.replace("message.tool_calls", "message.calls")
     with pytest.raises(InputError, match="leaves out tool calls"):
         find_call_format(made, (258,))

@@ -7,15 +7,17 @@ import time
 
 import numpy as np
 import pytest
+from tokenizers import AddedToken
 
-from l2d_jax.data.tokenizer import stop_ids
+from l2d_jax.data.tokenizer import stop_ids, text_ids
 from l2d_jax.decoding.grammar import Grammar
 from l2d_jax.decoding.stop_strings import to_text
 from l2d_jax.decoding.tools.call_format import find_call_format
-from l2d_jax.decoding.tools.call_reader import parse_tool_calls
+from l2d_jax.decoding.tools.call_reader import ToolCall, parse_tool_calls
 from l2d_jax.decoding.tools.tool_use import read_tool_use
 from l2d_jax.errors import InputError
-from tests.support.tool_templates import KINDS, TOOLS, function, tokenizer
+from tests.support.tiny_tokenizers import piece_tokenizer, stripping_tokenizer
+from tests.support.tool_templates import KINDS, MISTRAL, TOOLS, function, tokenizer
 
 pytest.importorskip("llguidance.hf", reason="needs llguidance: the extra structured")
 GET = {"type": "function", "function": {"name": "get"}}
@@ -85,6 +87,24 @@ def written(grammar, made, text):
                 return None
             follows.accept(token)
     return "end" if follows.mask()[list(follows.stop_ids)].any() else "more"
+
+
+@pytest.mark.parametrize("make", [piece_tokenizer, stripping_tokenizer])
+def test_pieces_of_text_give_the_same_calls(make):
+    """Tokens that begin with a space, and a decoder that drops the first space of a text."""
+    made = make()
+    made.chat_template = tokenizer(MISTRAL).chat_template.replace("<|im_end|>\n", "</s>")
+    made.add_tokens([AddedToken("[TOOL_CALLS]", special=True, normalized=False)])
+    marker = made.convert_tokens_to_ids("[TOOL_CALLS]")
+    grammar = compile_for(made, "auto")
+    ids = [marker, *text_ids([' [{"name": "get_weather", "arguments": {"city": " yes 19"}}]'], made)[0]]
+    follows = grammar.start()
+    for token in ids:
+        assert follows.mask()[token]
+        follows.accept(token)
+    assert follows.mask()[list(follows.stop_ids)].any()
+    text, calls = parse_tool_calls(to_text(ids, made, markers={marker: "[TOOL_CALLS]"}), made)
+    assert (text, calls) == ("", [ToolCall("get_weather", '{"city": " yes 19"}')])
 
 
 CALL = '\n{"name": "get", "arguments": {"n": 1}}\n'
@@ -179,14 +199,25 @@ def test_a_schema_that_cannot_be_followed_is_named():
 
 
 def test_tools_are_bounded_in_size():
-    wide = {"properties": {f"p{n}": {"type": "string"} for n in range(300)}}
-    tools = [function(f"f{n}", wide) for n in range(5)]
-    with pytest.raises(InputError, match="tools must have at most 1000 keys"):
-        compile_for(tokenizer(**KINDS["qwen"]), tools=tools)
+    made = tokenizer(**KINDS["qwen"])
+
+    def wide(count):
+        return {"properties": {f"p{n}": {"type": "string"} for n in range(count)}}
+
+    with pytest.raises(InputError, match="tool 'f' must have at most 1000 keys, got 1202: take fewer"):
+        compile_for(made, tools=[function("f", wide(600))])
+    with pytest.raises(InputError, match="tools must have at most 5000 keys"):
+        compile_for(made, tools=[function(f"f{n}", wide(300)) for n in range(9)])
+    aside = [function(f"f{n}", wide(40)) for n in range(20)]
+    compile_for(made, tools=aside)
+    with pytest.raises(InputError, match="Current row has"):  # arguments of all tools are followed side by side
+        compile_for(tokenizer(**KINDS["hermes"]), tools=aside)
+    with pytest.raises(InputError, match="tools must have at most 262144 bytes"):
+        compile_for(made, tools=[function(f"f{n}", {"title": "x" * 60_000}) for n in range(5)])
 
 
 def test_many_tools_compile_soon():
-    tools = [function(f"tool_{n}", {"properties": {f"p{m}": {"type": "string"} for m in range(4)}}) for n in range(80)]
+    tools = [function(f"tool_{n}", {"properties": {f"p{m}": {"type": "string"} for m in range(8)}}) for n in range(50)]
     made = tokenizer(**KINDS["hermes"])
     compile_for(made, tools=tools[:1])  # the tokenizer is read once
     began = time.monotonic()
