@@ -65,7 +65,7 @@ FIRSTS: dict[str, Callable[[LoadedModel], Client]] = {
     "guidance": lambda loaded: Client(loaded, dataclasses.replace(ONE_BY_ONE, guidance=2.0), label=1),
     "RK4": lambda loaded: Client(loaded, dataclasses.replace(ONE_BY_ONE, solver="rk4", budget=5)),
     "prompt": lambda loaded: Client(loaded, ONE_BY_ONE, ids=b"word " * 30),
-    "length": lambda loaded: Client(loaded, dataclasses.replace(ONE_BY_ONE, max_new_tokens=80)),
+    "length": lambda loaded: Client(loaded, dataclasses.replace(ONE_BY_ONE, max_new_tokens=260)),
 }
 
 
