@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Serves a model in a GKE cluster: servers on GPUs or TPUs, behind one address inside the cluster:
 #
-#   docker build --file launch/Containerfile --build-arg EXTRA=cuda,serve,structured --tag IMAGE . && docker push IMAGE
+#   docker build --file launch/Containerfile --build-arg EXTRA=cuda,gcs,serve,structured --tag IMAGE . && docker push IMAGE
 #   kubectl create secret generic KEY --from-literal=L2D_JAX_API_KEY="$(openssl rand -hex 32)"
 #   bash launch/gke_serve.sh NAME --gpu nvidia-l4 --image IMAGE --key KEY [OPTION ...] -- --model MODEL [SERVE OPTION ...]
 #

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import anyio
-import prometheus_client as prometheus
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -27,9 +26,9 @@ from l2d_jax.serving.api.protocol import Asked, Protocol
 from l2d_jax.serving.api.replies import Reply, event
 from l2d_jax.serving.api.response_events import ResponseReply
 from l2d_jax.serving.api.responses import read_response
-from l2d_jax.serving.cache_figures import CacheFigures
 from l2d_jax.serving.engine import Engine
 from l2d_jax.serving.failures import explain, respond
+from l2d_jax.serving.figures import Figures
 from l2d_jax.serving.models import ServedModel
 from l2d_jax.serving.work import PieceWork, Work
 
@@ -80,19 +79,7 @@ class ServerApp:
         self._loading = anyio.CapacityLimiter(1)
         self._limit, self._longest_body = seconds, longest_body
         self._readers = anyio.CapacityLimiter(READERS)
-        self._figures = prometheus.CollectorRegistry()
-        counter = partial(prometheus.Counter, registry=self._figures)
-        self._requests = counter("l2d_requests", "Requests for answers, by HTTP status.", ["status"])
-        self._tokens = counter("l2d_tokens", "Tokens of prompts and of answers.", ["kind"])
-        self._evaluations = counter("l2d_evaluations", "Evaluations of the diffusion path.")
-        self._passes = counter("l2d_passes", "Passes over the weights for the tokens of answers.")
-        about_seconds = "From a request to the end of its answers."
-        self._seconds = prometheus.Histogram("l2d_request_seconds", about_seconds, registry=self._figures)
-        for name, place in (("decoding", 0), ("waiting", 1)):
-            gauge = prometheus.Gauge(f"l2d_answers_{name}", f"Answers that are {name}.", registry=self._figures)
-            gauge.set_function(partial(lambda place: self._engine.load[place], place))
-        if engine.service.prefixes is not None:
-            self._figures.register(CacheFigures(engine.service.prefixes))
+        self._figures = Figures(engine)
 
     def routes(self) -> Starlette:
         """The ASGI application."""
@@ -122,7 +109,7 @@ class ServerApp:
 
     async def _metrics(self, request: Request) -> Response:
         self._access.check_key(request.headers)
-        return PlainTextResponse(prometheus.generate_latest(self._figures))
+        return PlainTextResponse(self._figures.text())
 
     async def _describe(self, request: Request) -> Response:
         self._access.check_key(request.headers)
@@ -170,7 +157,7 @@ class ServerApp:
             response = await self._answered(request, is_chat=is_chat, is_response=is_response)
         except Exception as error:
             response = respond(error)
-        self._requests.labels(response.status_code).inc()
+        self._figures.add_request(response.status_code)
         return response
 
     async def _answered(self, request: Request, *, is_chat: bool, is_response: bool) -> Response:
@@ -227,7 +214,7 @@ class ServerApp:
     ) -> AsyncIterator[dict[str, Any]]:
         """Yield the chunks of a reply as its answers arrive; scored prompts come first."""
         unscored, early = len(asked.scoring), list[Any]()
-        with self._seconds.time():
+        with self._figures.seconds.time():
             try:
                 for chunk in () if unscored else reply.opening():
                     yield chunk
@@ -254,11 +241,7 @@ class ServerApp:
                 if asked.body.stream_options.include_usage:
                     yield reply.last_chunk()
             finally:
-                usage = reply.usage()
-                self._tokens.labels("prompt").inc(asked.prompt_tokens)
-                self._tokens.labels("answer").inc(usage["completion_tokens"])
-                self._evaluations.inc(usage["evaluations"])
-                self._passes.inc(usage["passes"])
+                self._figures.add_usage(reply.usage())
 
     async def _stream(self, chunks: AsyncIterator[dict[str, Any]]) -> AsyncIterator[str]:
         async with contextlib.aclosing(chunks):  # type: ignore[type-var]

@@ -189,7 +189,7 @@ class Engine:
     def _is_known(self, work: Work, kind: Kind, group: Group | None) -> bool:
         """Whether a work needs no new program, in the lanes of its group or in new ones."""
         own = Shape.of(work.answer)
-        shape = own if group is None else group.shape_of([*group.works.values(), work])
+        shape = Shape.together([own]) if group is None else group.shape_of([*group.works.values(), work])
         return (kind.programs, own, False) in self._known and (kind.programs, shape, True) in self._known
 
     def _step(self, group: Group) -> None:

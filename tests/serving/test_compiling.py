@@ -1,6 +1,7 @@
 """Running answers go on while others wait for their programs."""
 
 import dataclasses
+import json
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -13,7 +14,12 @@ from l2d_jax.config.schema import DecodeConfig
 from l2d_jax.decoding.buckets import Programs
 from l2d_jax.decoding.generation import generate_tokens
 from l2d_jax.decoding.loaded_model import LoadedModel
-from l2d_jax.serving.work import PieceWork
+from l2d_jax.serving.api.limits import RequestLimits
+from l2d_jax.serving.api.protocol import Protocol
+from l2d_jax.serving.engine import Engine
+from l2d_jax.serving.front import Readiness
+from l2d_jax.serving.warm_up import WarmUp, usual_requests
+from l2d_jax.serving.work import PieceWork, Work
 from tests.serving.test_engine import WAIT, Client, running
 from tests.support.served import talking_model
 
@@ -65,7 +71,7 @@ FIRSTS: dict[str, Callable[[LoadedModel], Client]] = {
     "guidance": lambda loaded: Client(loaded, dataclasses.replace(ONE_BY_ONE, guidance=2.0), label=1),
     "RK4": lambda loaded: Client(loaded, dataclasses.replace(ONE_BY_ONE, solver="rk4", budget=5)),
     "prompt": lambda loaded: Client(loaded, ONE_BY_ONE, ids=b"word " * 30),
-    "length": lambda loaded: Client(loaded, dataclasses.replace(ONE_BY_ONE, max_new_tokens=80)),
+    "length": lambda loaded: Client(loaded, dataclasses.replace(ONE_BY_ONE, max_new_tokens=260)),
 }
 
 
@@ -130,3 +136,44 @@ def test_scoring_compiles_beside_answers_and_other_scoring(loaded: LoadedModel, 
         wait_for(lambda: told == ["first: None", "second: None"])
         compiler.is_open.set()
         wait_for(lambda: told[-1] == "new: None")
+
+
+@pytest.mark.slow
+def test_nothing_is_compiled_for_usual_requests_after_the_warm_up(loaded: LoadedModel, compiler: Compiler) -> None:
+    """Answers of a few kinds, of prompts of several lengths, one after the other and together."""
+    pytest.importorskip("llguidance")
+    model = talking_model()
+    limits, readiness = RequestLimits(context=2048, answers=64), Readiness()
+    with running(model) as engine:
+        protocol = Protocol(model, name="tiny", limits=limits)
+        bodies = usual_requests(model.defaults, model="tiny", context=2048)
+        WarmUp(engine, protocol, readiness=readiness).run(bodies)
+        assert readiness.is_ready
+        compiler.is_open.clear()
+        asked: list[dict[str, Any]] = [{}, {"temperature": 0.7, "top_p": 0.9}, {"budget": 1}, {"logprobs": 2}]
+        asked += [{"prompt": [[1] * length]} for length in (3, 70, 200, 300, 600)]
+        asked += [{"response_format": {"type": "json_object"}}, {"max_tokens": 300}, {"prompt": ["a", "bc"], "n": 2}]
+        waits = [ask(engine, protocol, body) for body in asked]
+        for wait in waits:
+            wait()
+        for body in asked:
+            ask(engine, protocol, body)()
+        assert compiler.waiting == 0
+
+
+def ask(engine: Engine, protocol: Protocol, body: dict[str, Any]) -> Callable[[], None]:
+    """Ask for completions; returns a function that waits for the end of the answers."""
+    read = protocol.read(json.dumps({"prompt": ["Hi"], "max_tokens": 20, **body}).encode(), is_chat=False)
+    ended = threading.Semaphore(0)
+
+    def tell(told: Any) -> None:
+        if isinstance(told, Exception) or told.is_last:
+            ended.release()
+
+    engine.submit([Work(answer, tell) for answer in read.answers])
+
+    def wait() -> None:
+        for _ in read.answers:
+            assert ended.acquire(timeout=WAIT)
+
+    return wait

@@ -14,6 +14,7 @@ from l2d_jax.decoding.tools.tool_use import read_tool_use
 from l2d_jax.errors import require, shown
 from l2d_jax.serving.api.bodies import check_messages, text_length
 from l2d_jax.serving.api.limits import RequestLimits
+from l2d_jax.serving.api.roles import name_system
 
 Body = TypeVar("Body", "TokenizeBody", "DetokenizeBody")
 
@@ -92,7 +93,7 @@ def tokenize(
 
 
 def _chat_ids(body: TokenizeBody, tokenizer: PreTrainedTokenizerFast) -> list[int]:
-    messages: Any = body.messages
+    messages: Any = name_system(body.messages, tokenizer)  # type: ignore[arg-type]
     use = read_tool_use(body.tools)
     tools = None if use is None else [*use.tools]
     if body.add_generation_prompt or body.continue_final_message:

@@ -2,8 +2,6 @@
 
 from typing import Any
 
-import pytest
-
 QUESTION = [{"role": "user", "content": "What is 12 * 4?"}]
 TURNS = [*QUESTION, {"role": "assistant", "content": "48"}, {"role": "user", "content": "And 12 * 5?"}]
 SCHEMA: dict[str, Any] = {
@@ -15,7 +13,6 @@ SCHEMA: dict[str, Any] = {
 FORMAT = {"type": "json_schema", "json_schema": {"name": "trip", "schema": SCHEMA, "strict": True}}
 TOOL = {"type": "function", "function": {"name": "book", "description": "Book a trip.", "parameters": SCHEMA}}
 ONE_CALL: dict[str, Any] = {"tool_choice": "required", "parallel_tool_calls": False}
-needs_tools = pytest.mark.xfail(reason="the server refuses tools", strict=True)
 
 
 def is_trip(value: Any) -> bool:

@@ -4,6 +4,7 @@ Only `started` needs the package: the tests of a client run where only that clie
 """
 
 import contextlib
+import dataclasses
 import json
 import signal
 import urllib.request
@@ -48,10 +49,14 @@ class Server:
 @contextlib.contextmanager
 def started() -> Iterator[Server]:
     """Start the server."""
+    from l2d_jax.data.tokenizer import stop_ids
     from l2d_jax.serving.access import Access
     from tests.support.served import serving, talking_model
+    from tests.support.tool_templates import KINDS, tokenizer
 
-    with serving(talking_model(), access=Access(key=KEY), efforts=EFFORTS, context=4096) as url:
+    words = tokenizer(**KINDS["qwen"])
+    loaded = dataclasses.replace(talking_model(), tokenizer=words, stop_ids=tuple(stop_ids(words)))
+    with serving(loaded, access=Access(key=KEY), efforts=EFFORTS, context=4096) as url:
         yield Server(url)
 
 

@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 import pytest
 
-from tests.serving.clients.questions import QUESTION, needs_tools
+from tests.serving.clients.questions import QUESTION
 from tests.serving.clients.server import KEY, Server
 
 instructor = pytest.importorskip("instructor")
@@ -65,6 +65,5 @@ def test_errors_name_the_rule(server):
         ask(make(server, instructor.Mode.JSON_SCHEMA), Trip, temperature=-1)
 
 
-@needs_tools
 def test_tools(server):
     assert isinstance(ask(make(server, instructor.Mode.TOOLS), Trip, max_tokens=128), Trip)

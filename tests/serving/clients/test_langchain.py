@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 import pytest
 
-from tests.serving.clients.questions import ONE_CALL, QUESTION, SCHEMA, TURNS, is_trip, needs_tools
+from tests.serving.clients.questions import ONE_CALL, QUESTION, SCHEMA, TURNS, is_trip
 from tests.serving.clients.server import KEY, Server
 
 langchain_openai = pytest.importorskip("langchain_openai")
@@ -83,7 +83,6 @@ def test_errors_are_the_clients_own(server):
             asking.invoke(QUESTION)
 
 
-@needs_tools
 def test_tools_are_called(server):
     called = model(server, max_tokens=128).bind_tools([Trip], **ONE_CALL).invoke("Book.")
     [call] = called.tool_calls
@@ -93,7 +92,6 @@ def test_tools_are_called(server):
     assert isinstance(structured.invoke("Book."), Trip)
 
 
-@needs_tools
 def test_tools_are_called_in_responses(server):
     longer = responding(server).model_copy(update={"max_tokens": 128})
     [call] = longer.bind_tools([Trip], **ONE_CALL).invoke("Book.").tool_calls

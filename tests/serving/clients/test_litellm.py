@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.serving.clients.questions import FORMAT, ONE_CALL, QUESTION, TOOL, TURNS, is_trip, needs_tools
+from tests.serving.clients.questions import FORMAT, ONE_CALL, QUESTION, TOOL, TURNS, is_trip
 from tests.serving.clients.server import KEY, Server
 
 os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # or it looks for a list of prices on the internet
@@ -64,7 +64,6 @@ def test_errors_are_the_clients_own(fields):
         chat(fields, api_key="wrong")
 
 
-@needs_tools
 def test_tools_are_called(fields):
     [call] = chat(fields, tools=[TOOL], **ONE_CALL, max_tokens=128).choices[0].message.tool_calls
     assert call.function.name == "book"

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.serving.clients.questions import QUESTION, SCHEMA, is_trip, needs_tools
+from tests.serving.clients.questions import QUESTION, SCHEMA, is_trip
 from tests.serving.clients.server import KEY, Server
 
 pytest.importorskip("llm")
@@ -90,7 +90,6 @@ def test_errors_are_shown(ask):
     assert "exceed the 4096 tokens of this server" in error
 
 
-@needs_tools
 def test_tools_may_be_called(ask):
     """`llm` cannot require a call, and random weights make none."""
     assert ask("-m", "l2d", "Book.", "--functions", FUNCTION, "-o", "max_tokens", "8")[0]

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import pytest
 
-from tests.serving.clients.questions import FORMAT, ONE_CALL, QUESTION, SCHEMA, TOOL, TURNS, is_trip, needs_tools
+from tests.serving.clients.questions import FORMAT, ONE_CALL, QUESTION, SCHEMA, TOOL, TURNS, is_trip
 from tests.serving.clients.server import KEY, Server
 
 openai = pytest.importorskip("openai")
@@ -144,7 +144,6 @@ def test_errors_are_the_clients_own(client, server):
 
 
 @pytest.mark.slow
-@needs_tools
 def test_tools_are_called(client):
     reply = chat(client, tools=[TOOL], **ONE_CALL, max_tokens=128).choices[0]
     assert reply.finish_reason == "tool_calls"
@@ -160,7 +159,6 @@ def test_tools_are_called(client):
 
 
 @pytest.mark.slow
-@needs_tools
 def test_tools_are_called_in_responses(client):
     options = {"tools": [FLAT], "tool_choice": {"type": "function", "name": "book"}, "max_output_tokens": 128}
     [call] = respond(client, **options).output

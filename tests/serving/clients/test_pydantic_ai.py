@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 import pytest
 
-from tests.serving.clients.questions import QUESTION, needs_tools
+from tests.serving.clients.questions import QUESTION
 from tests.serving.clients.server import KEY, Server
 
 pydantic_ai = pytest.importorskip("pydantic_ai")
@@ -84,7 +84,6 @@ def test_errors_are_the_clients_own(server, kind):
 
 
 @KINDS
-@needs_tools
 def test_tools_are_called(server, kind):
     asking = agent(server, kind, output_type=pydantic_ai.ToolOutput(Trip))
     given = settings(kind, max_tokens=128, parallel_tool_calls=False)

@@ -114,7 +114,7 @@ for (const [name, model] of [['responses', openai('tiny')], ['chat', openai.chat
 }
 
 for (const [name, model] of [['compatible', compatible('tiny')], ['responses', openai('tiny')], ['chat', openai.chat('tiny')]]) {
-  test(`${name}: tools`, { todo: 'the server refuses tools' }, async () => {
+  test(`${name}: tools`, async () => {
     const providerOptions = { l2d: { parallel_tool_calls: false }, openai: { parallelToolCalls: false } };
     const settings = { maxOutputTokens: 128, maxRetries: 0, toolChoice: 'required', providerOptions };
     const asked = { model, messages: question, tools, ...settings };
