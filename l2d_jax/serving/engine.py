@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Hashable, Sequence
 from functools import partial
+from typing import Any
 
 from l2d_jax.decoding.batch.lane_options import program_key
 from l2d_jax.decoding.batch.prompt_reader import NO_SERVICE, Service
@@ -28,6 +29,7 @@ from l2d_jax.serving.work import EndingError, FullError, Kind, PieceWork, Work, 
 SHORT_KINDS, LONG_KINDS = 2, 1  # number of kinds decoded at a time, with cheap and with expensive tokens
 ASIDE = 1  # number of groups of lanes besides, for answers that need new programs
 GROUPS = SHORT_KINDS + LONG_KINDS + ASIDE
+PLAIN = ("euler", "sample", "auto", 1)  # what does not matter at a budget of 1, in lanes of several paths
 KNOWN = 4096  # limit on what is remembered of programs that have run
 SCORERS = 2  # number of works in pieces that can compile or compute at a time
 
@@ -107,16 +109,18 @@ class Engine:
         """The kind of an answer. At a budget of 1 it joins a running kind of several paths if it can."""
         answer, path = work.answer, work.model.loaded.model.path
         settings, has_label = answer.settings, answer.prompt.label is not None
-        if settings.budget == 1 and not has_label and self.service.context is None:
+        program = None if self.service.context is None else program_key(answer)
+        lane_model, is_plain = work.model.lane_model(settings), settings.budget == 1 and not has_label
+        if is_plain and self.service.context is None:
             mixed = (kind for kind in self._groups if kind.lane_model.are_mixed)
             host = next((kind for kind in mixed if not (kind.has_label or kind.is_long)), None)
             if host is not None:
                 return host
         refines = path is not None and path.config.reader != "lm" and settings.budget > 1
         samples, is_slow = sample_bucket(settings.draws), is_long(settings.budget, settings.draws)
-        shared = (settings.solver, settings.velocity, settings.parallel, samples)
-        program = None if self.service.context is None else program_key(answer)
-        return Kind(work.model.lane_model(settings), *shared, has_label, refines, is_slow, program)
+        shared: Any = (settings.solver, settings.velocity, settings.parallel, samples)
+        shared = PLAIN if is_plain and lane_model.are_mixed else shared
+        return Kind(lane_model, *shared, has_label, refines, is_slow, program)
 
     @property
     def _all(self) -> list[Group]:

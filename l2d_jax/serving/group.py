@@ -117,7 +117,7 @@ def _fit(work: Work, kind: Kind) -> None:
     """Give an answer what lanes of its kind need: its path, and at a budget of 1 their options, which do not matter."""
     answer = work.answer
     if kind.lane_model.are_mixed:
-        answer.path = work.model.loaded.model.path or kind.lane_model.model.path
+        answer.path = work.model.loaded.model.path or kind.lane_model.of.loaded.model.path
     if answer.settings.budget == 1:
         options: Any = {"solver": kind.solver, "velocity": kind.velocity, "parallel": kind.parallel}
         answer.settings = replace(answer.settings, draws=kind.samples, **options)

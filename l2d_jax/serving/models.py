@@ -24,21 +24,21 @@ from l2d_jax.serving.api.limits import RequestLimits
 class LaneModel:
     """A model for lanes. Answers may be decoded together only if theirs is the same object."""
 
-    model: Model
-    stop_ids: tuple[int, ...]
-    are_mixed: bool = False  # whether answers name their paths, which all have the config of the model's path
+    of: "ServedModel"  # a model that they belong to
+    are_mixed: bool = False  # whether answers name their paths, which all have the config of that model's path
     reader: object = field(default_factory=object)  # tells prompts apart that the path itself has read
 
     @property
     def programs(self) -> Hashable:
         """What the programs of such lanes depend on; models of equal shapes have the same."""
-        path = self.model.path
+        path = self.of.loaded.model.path
         return self.are_mixed, None if path is None else path.config
 
     def open(self, *, lanes: int, refines: bool, service: Service) -> Lanes:
         """Open lanes, in which all share what `service` says; `refines`: the path itself reads the context."""
         own = service._replace(are_mixed=self.are_mixed, reader=self.reader if refines else None)
-        return Lanes(self.model.reading(refines=refines), lanes=lanes, stop_ids=self.stop_ids, service=own)
+        model = self.of.loaded.model if self.are_mixed else self.of.whole.decoder
+        return Lanes(model.reading(refines=refines), lanes=lanes, stop_ids=self.of.loaded.stop_ids, service=own)
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,7 +53,7 @@ class ServedModel:
 
     @cached_property
     def _alone(self) -> LaneModel:
-        return LaneModel(self.whole.decoder, self.loaded.stop_ids)
+        return LaneModel(self)
 
     @cached_property
     def whole(self) -> LoadedModel:
@@ -110,7 +110,7 @@ class Catalogue:
             self._check_free(model.name)
             config = of_model.path.config
             if can_share(config, dataclasses.replace(model.loaded.defaults, budget=1)):
-                family = LaneModel(of_model, model.loaded.stop_ids, are_mixed=True)
+                family = LaneModel(model, are_mixed=True)
                 model = dataclasses.replace(model, shared=self._families.setdefault(config, family))
             self._models[model.name] = model
         return model

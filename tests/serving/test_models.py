@@ -79,6 +79,7 @@ MANY: list[tuple[str, dict[str, Any]]] = [
     *((name, {"budget": budget}) for name in ("math", "code", "reading") for budget in (3, 7)),
     ("base", {}),
     ("math", {"budget": 1}),
+    ("math", {"budget": 1, "solver": "bosh3"}),
     ("code", {"budget": 1, "temperature": 0.7}),
     ("math", {"velocity": "expectation", "velocity_temperature": 1.0}),
 ]
