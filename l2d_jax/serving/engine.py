@@ -118,9 +118,9 @@ class Engine:
                 return host
         refines = path is not None and path.config.reader != "lm" and settings.budget > 1
         samples, is_slow = sample_bucket(settings.draws), is_long(settings.budget, settings.draws)
-        shared: Any = (settings.solver, settings.velocity, settings.parallel, samples)
-        shared = PLAIN if is_plain and lane_model.are_mixed else shared
-        return Kind(lane_model, *shared, has_label, refines, is_slow, program)
+        options: Any = (settings.solver, settings.velocity, settings.parallel, samples)
+        solver, velocity, parallel, samples = PLAIN if is_plain and lane_model.are_mixed else options
+        return Kind(lane_model, solver, velocity, parallel, samples, has_label, refines, is_slow, program)
 
     @property
     def _all(self) -> list[Group]:
