@@ -97,6 +97,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "llama": {"calls": LLAMA, "special": ("<|python_tag|>",)},
     "llama without a tag": {"calls": LLAMA},
     "llama with thoughts": {"calls": LLAMA + CLOSED, "added": THOUGHTS},
+    "special thoughts": {"calls": QWEN + CLOSED, "added": TAGS, "special": THOUGHTS},
+    "llama with special thoughts": {"calls": LLAMA + CLOSED, "special": THOUGHTS},
     "mistral": {"calls": MISTRAL, "special": ("[TOOL_CALLS]",)},
     "tekken": {"calls": TEKKEN, "special": ("[TOOL_CALLS]", "[ARGS]")},
 }

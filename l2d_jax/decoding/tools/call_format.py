@@ -79,7 +79,9 @@ def _find(tokenizer: PreTrainedTokenizerFast, template: str, stop_ids: tuple[int
     problem = f"the chat template must open a tool call by a tag or by JSON, got {shown(opening)}"
     require(is_clear, f"{problem}: take one that does")
     found = PYTHON_TAG if not tag and PYTHON_TAG in tokenizer.added_tokens_encoder else tag
-    texts = "".join((found, opening, middle, closing, between or ""))
+    has_thoughts = THOUGHT[1] in template or opens_thought
+    thought = THOUGHT if has_thoughts and not tag else ()  # after a thought, bare calls may begin
+    texts = "".join((found, opening, middle, closing, between or "", *thought))
     special = {number: token.content for number, token in tokenizer.added_tokens_decoder.items() if token.special}
     return CallFormat(
         tag=found,
@@ -89,7 +91,7 @@ def _find(tokenizer: PreTrainedTokenizerFast, template: str, stop_ids: tuple[int
         closing=closing,
         between=between,
         is_name_first=is_name_first,
-        has_thoughts=THOUGHT[1] in template or opens_thought,
+        has_thoughts=has_thoughts,
         opens_thought=opens_thought,
         markers={number: text for number, text in special.items() if text in texts},
     )

@@ -52,6 +52,8 @@ def begun_calls(use: ToolUse, form: CallFormat) -> list[str]:
 
 
 class _Rules:
+    """The rules of a grammar. START is the first free text of an answer, TEXT any other."""
+
     def __init__(
         self, use: ToolUse, form: CallFormat, tokenizer: PreTrainedTokenizerFast, stop_ids: Sequence[int]
     ) -> None:
@@ -64,7 +66,8 @@ class _Rules:
         marks = [form.tag] if form.tag else []
         self._marks = [*marks, *(THOUGHT if has_order else ())]
         own = {self._tokens.get(mark) for mark in self._marks} | set(stop_ids)
-        self._free = sorted(plain - own)  # tokens of free text that llguidance does not take for text
+        thoughts = {self._tokens[mark] for mark in THOUGHT if form.has_thoughts and mark in self._tokens}
+        self._free = sorted((plain | thoughts) - own)  # tokens of free text that llguidance does not take for text
 
     def lines(self, json_options: dict[str, Any], text: str | None) -> list[str]:
         """The lines of the grammar."""
@@ -120,23 +123,22 @@ class _Rules:
         yield f"GAP: /{GAP}{{1,4}}/"
         more = f"(<[{free}]> TEXT?)*" if free else ""
         yield f"plain: START? {more}"
-        before = f"(START? <[{free}]> (TEXT? <[{free}]>)*)?" if free else ""
-        thought = f"(TEXT? <[{free}]>)*" if free else ""
         if self._use.may_call and self._form.tag:
-            yield from self._until("tag", self._form.tag, f"plain <[{self._tokens.get(self._form.tag)}]>", before)
+            gap = f"(START? <[{free}]> (TEXT? <[{free}]>)*)?" if free else ""
+            yield from self._until("tag", self._form.tag, text="plain", gap=gap)
         if self._thought is not None:
-            number = self._tokens.get(THOUGHT[1])
-            yield from self._until("thought", THOUGHT[1], f"{thought} TEXT? <[{number}]>", thought)
+            gap = f"(TEXT? <[{free}]>)*" if free else ""
+            yield from self._until("thought", THOUGHT[1], text=f"{gap} TEXT?", gap=gap)
 
-    def _until(self, name: str, mark: str, with_token: str, before: str) -> Iterable[str]:
-        """A rule for text up to a mark, which is a token or several letters."""
+    def _until(self, name: str, mark: str, *, text: str, gap: str) -> Iterable[str]:
+        """A rule for text up to a mark: a token after `text`, or letters that end the text after `gap`."""
         if mark in self._tokens:
-            yield f"until_{name}: {with_token}"
+            yield f"until_{name}: {text} {self._mark(mark)}"
             return
         others = [f"{ANYTHING}{_escape(other)}{ANYTHING}" for other in self._marks if other != mark]
         yield _terminal(f"UNTIL_{name.upper()}", others, match=f"{ANYTHING}{_escape(mark)}")
         yield f"ends_{name}[lazy]: UNTIL_{name.upper()}"
-        yield f"until_{name}: {before} ends_{name}"
+        yield f"until_{name}: {gap} ends_{name}"
 
     def _openings(self) -> list[str]:
         """The openings of bare calls, as expressions, with and without the ids that may be left out."""

@@ -69,7 +69,7 @@ def test_random_answers_have_well_formed_calls(kind, choice):
                 assert [*arguments] == (["city"] if call.name == "get_weather" else ["n"]), answer
             if choice in ("required", GET):
                 assert len(calls) > 0, answer
-                assert text == "" or text.endswith("</think>"), answer
+                assert text == "" or text.endswith("</think>") or kind == "special thoughts", answer  # tags are hidden
             if choice == "none":
                 assert calls == [], answer
             if choice == GET:
@@ -146,6 +146,9 @@ WRITTEN = [
     ("llama with thoughts", "auto", '⟦<think>⟧a⟦</think>⟧\n\n{"name": "x', None),
     ("llama with thoughts", "auto", "⟦<think>⟧a⟦</think>⟧\n\nHi", "end"),
     ("llama with thoughts", "auto", "Hi⟦</think>⟧", None),
+    ("llama with special thoughts", "auto", '⟦<think>⟧a⟦</think>⟧\n\n{"name": "get"', "more"),
+    ("special thoughts", "auto", "⟦<think>⟧a⟦</think>⟧\n\n⟦<tool_call>⟧", "more"),
+    ("special thoughts", "required", "⟦<think>⟧a⟦</think>⟧\n\n⟦<tool_call>⟧", "more"),
     ("mistral", "auto", '⟦[TOOL_CALLS]⟧ [{"name": "get", "arguments": {"n": 1}, "id": "abcdefghi"}]', "end"),
     ("mistral", "auto", '⟦[TOOL_CALLS]⟧[{"name": "get", "arguments": {"n": 1}}, {"name": "get"', "more"),
     ("mistral", "auto", "[TOOL_CALLS]", None),
