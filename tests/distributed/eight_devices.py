@@ -12,12 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from l2d_jax.config.schema import Config, DataConfig, DecodeConfig, MeshConfig, OptimConfig, TrainConfig
 from l2d_jax.data.examples import Examples
 from l2d_jax.data.tokenizer import byte_tokenizer
 from l2d_jax.decoding.batch.prefill import prefill
+from l2d_jax.decoding.batch.prefix_cache import BLOCK, PrefixCache
 from l2d_jax.decoding.decode import token_decoder
 from l2d_jax.decoding.refinement.settings import Refinement
 from l2d_jax.decoding.sampler import SamplingOptions
@@ -365,6 +366,26 @@ def test_validation_batches_fill_the_mesh(eight: Mesh) -> None:
         jax.tree.map(lambda ours, theirs: np.testing.assert_array_equal(ours[:3], theirs), batch, plain)
         assert len(batch.tokens) == 4
         assert not np.any(batch.weights[3])
+
+
+def test_a_prefix_cache_is_split_over_all_devices() -> None:
+    """Each device has an eighth of each block, and what comes out is as on one device."""
+    llm, ids = tiny.llm(), [1 + i % 90 for i in range(5 * BLOCK)]
+    tokens = jnp.array([ids], jnp.int32)
+    _, read = llm(tokens, tiny.positions(tokens))
+    mesh = make_mesh(MeshConfig(fsdp=1, tensor=2, stationary=4))
+    with jax.set_mesh(mesh):
+        cache = PrefixCache(llm, size=8 * BLOCK * llm.token_bytes)
+        for _ in range(2):  # what is donated stays where it is
+            cache.keep("lm", ids, jax.device_put(read, NamedSharding(mesh, PartitionSpec())), row=0)
+            for pool in cache._pool:
+                assert pool.sharding.shard_shape(pool.shape) == (2, 8, BLOCK // 4, 1, 8)
+            ids = ids[BLOCK:]
+            _, read = llm(tokens[:, BLOCK:], tiny.positions(tokens[:, BLOCK:]))
+        found = cache.load(cache.find("lm", ids), tokens=4 * BLOCK, slots=5 * BLOCK)
+        assert found.k.sharding.shard_shape(found.k.shape)[3] == 1
+    np.testing.assert_array_equal(found.k[:, :, : 4 * BLOCK], read.k)
+    np.testing.assert_array_equal(found.v[:, :, : 4 * BLOCK], read.v)
 
 
 def test_constraints_hold_inside_a_mesh(eight: Mesh) -> None:
