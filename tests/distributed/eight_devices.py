@@ -370,22 +370,20 @@ def test_validation_batches_fill_the_mesh(eight: Mesh) -> None:
 
 def test_a_prefix_cache_is_split_over_all_devices() -> None:
     """Each device has an eighth of each block, and what comes out is as on one device."""
-    llm, ids = tiny.llm(), [1 + i % 90 for i in range(5 * BLOCK)]
-    tokens = jnp.array([ids], jnp.int32)
+    llm, tokens = tiny.llm(), tiny.tokens(1, 5 * BLOCK)
     _, read = llm(tokens, tiny.positions(tokens))
-    mesh = make_mesh(MeshConfig(fsdp=1, tensor=2, stationary=4))
+    mesh, ids = make_mesh(MeshConfig(fsdp=1, tensor=2, stationary=4)), tokens[0].tolist()
     with jax.set_mesh(mesh):
+        placed = jax.device_put(read, NamedSharding(mesh, PartitionSpec()))
         cache = PrefixCache(llm, size=8 * BLOCK * llm.token_bytes)
-        for _ in range(2):  # what is donated stays where it is
-            cache.keep("lm", ids, jax.device_put(read, NamedSharding(mesh, PartitionSpec())), row=0)
+        for length in (2 * BLOCK, 4 * BLOCK):  # what is donated stays where it is
+            cache.keep("lm", ids[:length], placed, row=0)
             for pool in cache._pool:
                 assert pool.sharding.shard_shape(pool.shape) == (2, 8, BLOCK // 4, 1, 8)
-            ids = ids[BLOCK:]
-            _, read = llm(tokens[:, BLOCK:], tiny.positions(tokens[:, BLOCK:]))
         found = cache.load(cache.find("lm", ids), tokens=4 * BLOCK, slots=5 * BLOCK)
-        assert found.k.sharding.shard_shape(found.k.shape)[3] == 1
-    np.testing.assert_array_equal(found.k[:, :, : 4 * BLOCK], read.k)
-    np.testing.assert_array_equal(found.v[:, :, : 4 * BLOCK], read.v)
+        assert found.k.sharding.shard_shape(found.k.shape) == (2, 1, 5 * BLOCK, 1, 8)
+    for loaded, whole in ((found.k, read.k), (found.v, read.v)):
+        np.testing.assert_array_equal(loaded[:, :, : 4 * BLOCK], whole[:, :, : 4 * BLOCK])
 
 
 def test_constraints_hold_inside_a_mesh(eight: Mesh) -> None:

@@ -56,7 +56,18 @@ def test_what_cannot_be_served(tmp_path, mesh, monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         assert "choose another --host or --port" in call(serve.main, "--model", base, "--port", port).error
-    assert "--context" in call(serve.main, "--model", base, "--lanes", 10**6).error
+    for option, value in (("--lanes", 10**6), ("--prefix_cache", 10**8)):
+        error = call(serve.main, "--model", base, option, value).error
+        assert "GiB of memory" in error
+        assert "lower --lanes, --context, --prefix_cache or --max_draws" in error
+    with monkeypatch.context() as patch:
+        patch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"])  # which the option changes
+        patch.setattr("jax.device_count", lambda: 2)
+        problem = (
+            "--deterministic answers on one device, found 2, whose sums depend on the lane: start one server for each"
+        )
+        assert problem in call(serve.main, "--model", base, "--deterministic").error
+        assert "--xla_gpu_deterministic_ops=true" in os.environ["XLA_FLAGS"]
     limits = [("--efforts", "low"), ("--efforts", "low=many"), ("--allow_origin", "chat.example"), ("--drain", "0")]
     for option, value in limits:
         assert option in call(serve.main, "--model", base, option, value).error

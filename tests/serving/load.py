@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +22,7 @@ import httpx2 as httpx
 
 from l2d_jax.data.word_problems import conversations
 
+BUDGETS = (1, 3, 7, 15)
 WAIT = 3600.0  # seconds
 LEAVE = 10  # every tenth client leaves after the first words
 LAST = 8  # answers that run when the server gets SIGTERM
@@ -47,17 +48,23 @@ class Said(NamedTuple):
     seconds: float
 
 
-def requests(count: int, models: Sequence[str], *, has_tools: bool) -> list[dict[str, Any]]:
-    """Bodies of chat completions: budgets, lengths, formats, tools and models are mixed."""
+def requests(count: int, models: Mapping[str, Sequence[int]], *, has_tools: bool, padding: int) -> list[dict[str, Any]]:
+    """Bodies of chat completions: budgets, lengths, formats, tools and models are mixed.
+
+    `models` has the budgets that each model can spend.
+    """
     rng, rows = random.Random(0), conversations(count, split="test")
     kinds = [{}, {}, {}, {"logprobs": True, "top_logprobs": 2}, *({"response_format": one} for one in FORMATS)]
     kinds += TOOLS if has_tools else []
     bodies = []
     for number, row in enumerate(rows):
         message = dict(row["messages"][0])
-        message["content"] = PADDING * rng.choice([0, 0, 0, 20, 120]) + message["content"]
-        body = {"model": rng.choice(models), "messages": [message], "seed": number, **rng.choice(kinds)}
-        body |= {"budget": rng.choice([1, 3, 7, 15]), "max_tokens": rng.choice([8, 16, 32, 64, 300])}
+        message["content"] = PADDING * rng.choice([0, 0, 0, padding // 6, padding]) + message["content"]
+        body = {"model": (model := rng.choice([*models])), "messages": [message], "seed": number, **rng.choice(kinds)}
+        body |= {
+            "budget": rng.choice([one for one in BUDGETS if one in models[model]]),
+            "max_tokens": rng.choice([8, 16, 32, 64, 300]),
+        }
         body |= {"temperature": rng.choice([0.0, 0.7]), "stream": "tools" not in body and rng.random() < 0.5}
         bodies.append(body)
     return bodies
@@ -67,7 +74,8 @@ def ask(url: str, body: dict[str, Any], *, leaves: bool) -> Said:
     """Send a request and read the reply; a client that leaves closes the connection after the first words."""
     began, address = time.monotonic(), f"{url}/v1/chat/completions"
     if not body["stream"] and not leaves:
-        reply = httpx.post(address, json=body, timeout=WAIT).raise_for_status().json()
+        reply = httpx.post(address, json=body, timeout=WAIT).json()
+        assert "error" not in reply, reply
         choice, usage = reply["choices"][0], reply["usage"]
         calls = [call["function"] for call in choice["message"].get("tool_calls") or ()]
         answer = [choice["message"]["content"] or "", calls, choice["finish_reason"]]
@@ -114,6 +122,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=500)
     parser.add_argument("--at_a_time", type=int, default=32)
     parser.add_argument("--tools", action="store_true", help="some requests have tools")
+    parser.add_argument("--padding", type=int, default=120, help="sentences before the longest questions")
     options, arguments = parser.parse_known_args()
     began = time.monotonic()
     with started(arguments) as (url, server):
@@ -127,8 +136,9 @@ def main() -> None:
             time.sleep(0.5)
         print("| | |\n|---|---|")
         row("ready after", f"{time.monotonic() - began:.0f} s, {memory()}")
-        models = [model["id"] for model in httpx.get(f"{url}/v1/models", timeout=60).json()["data"]]
-        bodies = requests(options.requests, models, has_tools=options.tools)
+        listed = httpx.get(f"{url}/v1/models", timeout=60).json()["data"]
+        models = {model["id"]: model["budgets"] for model in listed}
+        bodies = requests(options.requests, models, has_tools=options.tools, padding=options.padding)
         began = time.monotonic()
         alone = [ask(url, body, leaves=False) for body in bodies]
         seconds = time.monotonic() - began

@@ -27,6 +27,7 @@ from tests.support.served import run_in_mesh, served, talking_model
 
 CONTEXT = 4 * WHOLE
 BUDGETS = (1, 1, 3, 7)
+SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 8}
 WAIT = 3000  # seconds, for programs to be compiled on a busy machine
 SYSTEM = [40 + (k * k) % 80 for k in range(300)]  # tokens with which many prompts begin
 Bits = list[tuple[int, float, tuple[float, ...]]]  # a token, and its log-probabilities
@@ -34,7 +35,7 @@ Bits = list[tuple[int, float, tuple[float, ...]]]  # a token, and its log-probab
 
 def model_with_ties(dtype: str) -> LoadedModel:
     """A model to which every second token is nearly as likely as the one before it, so that rounding decides."""
-    loaded = talking_model(dtype=dtype)
+    loaded = talking_model(dtype=dtype, sizes=SIZES)
     llm, rng = loaded.model.llm, np.random.default_rng(3)
     head = np.array(llm.head, np.float32)
     head[1::2] = head[::2] * (1 + 2.0**-9 * rng.normal(size=head[::2].shape))
@@ -45,7 +46,9 @@ def model_with_ties(dtype: str) -> LoadedModel:
 def request(number: int, budgets: Sequence[int]) -> Request:
     """A request that follows from its number; with several budgets, the other options that make a kind differ too."""
     rng, is_varied = random.Random(number), len(budgets) > 2
-    ids = SYSTEM[: rng.choice([0, 130, 290])] + [40 + rng.randrange(80) for _ in range(rng.choice([3, 20, 50, 90]))]
+    ids = SYSTEM[: rng.choice([0, 130, 290, 290])] + [
+        40 + rng.randrange(80) for _ in range(rng.choice([3, 20, 50, 90]))
+    ]
     settings = DecodeConfig(
         budget=rng.choice(budgets),
         solver=rng.choice(["midpoint", "midpoint", "euler"]) if is_varied else "midpoint",
@@ -121,16 +124,17 @@ def differing(one: dict[int, Bits], other: dict[int, Bits]) -> list[int]:
 def test_an_answer_is_the_same_alone_among_others_and_after_a_hit() -> None:
     loaded, numbers = model_with_ties("bfloat16"), list(range(6))
     alone = answers(loaded, [[number] for number in numbers], is_fixed=True)
-    assert differing(alone, answers(loaded, [numbers[::-1], numbers], is_fixed=True, cached=2**22)) == []
+    assert differing(alone, answers(loaded, [numbers[::-1], numbers], is_fixed=True, cached=2**24)) == []
     assert len({len(bits) for bits in alone.values()}) > 1
 
 
 @pytest.mark.slow
-def test_without_the_option_it_is_not() -> None:
-    """Which shows that the tests here can fail."""
-    loaded, numbers = model_with_ties("float32"), list(range(12))
+@pytest.mark.parametrize(("dtype", "count"), [("float32", 8), ("bfloat16", 32)])
+def test_without_the_option_it_is_not(dtype: str, count: int) -> None:
+    """Which shows that the tests here can fail. In bfloat16, most differences are lost when factors are rounded."""
+    loaded, numbers = model_with_ties(dtype), list(range(count))
     alone = answers(loaded, [[number] for number in numbers], is_fixed=False)
-    assert differing(alone, answers(loaded, [numbers[::-1], numbers], is_fixed=False, cached=2**22)) != []
+    assert differing(alone, answers(loaded, [numbers[::-1], numbers], is_fixed=False, cached=2**24)) != []
 
 
 @pytest.mark.slow
@@ -141,8 +145,8 @@ def test_200_requests_of_many_kinds(dtype: str) -> None:
     options: dict[str, Any] = {"is_fixed": True, "lanes": 32, "budgets": BUDGETS}
     together = answers(loaded, [numbers], **options)
     shuffled = random.Random(1).sample(numbers, len(numbers))
-    assert differing(together, answers(loaded, [shuffled], cached=2**24, **options)) == []
-    assert differing(together, answers(loaded, [shuffled[::-1]], cached=2**17, **options)) == []
+    assert differing(together, answers(loaded, [shuffled], cached=2**26, **options)) == []
+    assert differing(together, answers(loaded, [shuffled[::-1]], cached=2**20, **options)) == []
     some = numbers[:40]
     alone = answers(loaded, [[number] for number in some], **options)
     assert differing({number: together[number] for number in some}, alone) == []

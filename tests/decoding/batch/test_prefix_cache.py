@@ -145,8 +145,7 @@ def test_the_next_turn_of_a_chat_reads_only_what_is_new(budget: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("parallel", ["auto", "off", "on"])
-@pytest.mark.parametrize("blocks", [2000, 32, 4])
+@pytest.mark.parametrize(("parallel", "blocks"), [("auto", 2000), ("auto", 32), ("off", 4), ("on", 32)])
 def test_answers_are_those_without_a_cache(parallel: Any, blocks: int) -> None:
     """Long prompts and short ones, some in pieces, next to each other; in each order of evaluations."""
     model, cache = tiny.model(start="anchored"), of_blocks(blocks)
