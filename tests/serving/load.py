@@ -60,7 +60,8 @@ def requests(count: int, models: Mapping[str, Sequence[int]], *, has_tools: bool
     for number, row in enumerate(rows):
         message = dict(row["messages"][0])
         message["content"] = PADDING * rng.choice([0, 0, 0, padding // 6, padding]) + message["content"]
-        body = {"model": (model := rng.choice([*models])), "messages": [message], "seed": number, **rng.choice(kinds)}
+        model = rng.choice([*models])
+        body = {"model": model, "messages": [message], "seed": number, **rng.choice(kinds)}
         body |= {
             "budget": rng.choice([one for one in BUDGETS if one in models[model]]),
             "max_tokens": rng.choice([8, 16, 32, 64, 300]),
