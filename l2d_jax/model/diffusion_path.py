@@ -32,12 +32,23 @@ from l2d_jax.model.context import Context
 from l2d_jax.model.gathering import gather_layer, gather_rows, residual, split_rows
 from l2d_jax.model.kv_cache import LayerCache
 from l2d_jax.model.layer_scan import scan_layers
-from l2d_jax.model.layers import LayerOptions, Linear, Lora, Mlp, activate, layer_options, project, project_saved, rope
+from l2d_jax.model.layers import (
+    LayerOptions,
+    Linear,
+    Lora,
+    Mlp,
+    RowLinear,
+    RowLora,
+    RowMlp,
+    activate,
+    layer_options,
+    project,
+    project_saved,
+    rope,
+)
 from l2d_jax.model.llm import LLM, bias
 from l2d_jax.model.llm import Layers as LLMLayers
 from l2d_jax.model.lora import LLMAdapter
-from l2d_jax.model.quantization import QuantizedWeight, from_bits
-from l2d_jax.model.row_weights import RowLinear, RowLora, RowMlp
 
 PARTS = 6  # scale, shift and gate of the attention, then of the MLP
 
@@ -287,13 +298,3 @@ def _affine(shape: tuple[int, ...], axes: tuple[str, ...], init: Initializer) ->
 
 def _mlp(sizes: tuple[int, ...], axes: tuple[str, ...], first: Initializer, last: Initializer) -> Mlp:
     return Mlp(first=_affine(sizes[:2], axes[:2], first), last=_affine(sizes[1:], axes[1:], last))
-
-
-def start_from(path: DiffusionPath, llm: LLM) -> DiffusionPath:
-    """Initialise a path with full layers from the LM's weights (paper appendix, full f_d)."""
-    weights = {
-        name: w.restore(jnp.float32) if isinstance(w, QuantizedWeight) else jnp.array(from_bits(w), jnp.float32)
-        for name, w in ((name, getattr(llm.layers, name)) for name in matrices(path.config))
-    }
-    q_bias = None if path.layers.q_bias is None else jnp.array(llm.layers.q_bias, jnp.float32)
-    return dataclasses.replace(path, layers=PathLayers(modulation=path.layers.modulation, **weights, q_bias=q_bias))

@@ -19,9 +19,8 @@ from l2d_jax.model.gathering import gather_layer, gather_rows, residual, split_r
 from l2d_jax.model.kv_cache import KVCache, LayerCache
 from l2d_jax.model.l2d import Model
 from l2d_jax.model.layer_scan import scan_layers
-from l2d_jax.model.layers import Lora, activate, layer_options, project, project_update, rope
+from l2d_jax.model.layers import Lora, RowLora, activate, layer_options, project, project_update, rope
 from l2d_jax.model.llm import bias
-from l2d_jax.model.row_weights import RowLora
 
 
 class DiffusionRows(NamedTuple):

@@ -21,9 +21,8 @@ from l2d_jax.distributed.sharding import Declared, Initializer
 from l2d_jax.model.architecture import Architecture
 from l2d_jax.model.axes import declare_stacked
 from l2d_jax.model.few_rows import StackedWeight
-from l2d_jax.model.products import multiply
+from l2d_jax.model.products import multiply, multiply_rows
 from l2d_jax.model.quantization import from_bits
-from l2d_jax.model.row_weights import RowLora
 
 EVERY = 2**31 - 1  # the window of a layer whose queries see all keys
 PRODUCT = "product"  # checkpoint name of a block's matrix products, so that rematerialisation may save them
@@ -127,6 +126,19 @@ class Lora(nnx.Module):
         return cls(a=declare_stacked(f"{name}.a", sizes, init), b=zero)
 
 
+@nnx.dataclass
+class RowLora(nnx.Module):
+    """A low-rank update of a weight for each row: as `layers.Lora`, with an axis B before that of the inputs."""
+
+    row_a: Float[Array, "..."] = nnx.data()  # [B, *in, R]; both have a leading axis L if layers are stacked
+    row_b: Float[Array, "..."] = nnx.data()  # [B, R, *out]
+
+    def __call__(self, x: Array, *, scale: float, dims: int, dtype: Any) -> Array:
+        """`x @ (scale * a @ b)` over the last `dims` axes of x [B, M, *in], with factors in `dtype`."""
+        a, b = self.row_a.astype(dtype), (scale * self.row_b).astype(dtype)
+        return multiply_rows(multiply_rows(x, a, dims), b, 1)
+
+
 def project(
     x: Array, weight: Array | StackedWeight, update: Lora | RowLora | None = None, *, scale: float = 1.0, dims: int = 1
 ) -> Array:
@@ -189,4 +201,30 @@ class Mlp(nnx.Module):
 
     def __call__(self, x: Float[Array, "*B i"]) -> Array:
         """`last(silu(first(x)))`, in the dtype of `x`."""
+        return self.last(jax.nn.silu(self.first(x)))
+
+
+@nnx.dataclass
+class RowLinear(nnx.Module):
+    """An affine map for each row, so that rows may belong to different paths."""
+
+    weight: Float[Array, "B i o"] = nnx.data()
+    bias: Float[Array, "B o"] = nnx.data()
+
+    def __call__(self, x: Float[Array, "GB M i"]) -> Float[Array, "GB M o"]:
+        """`x @ weight + bias` for each row, in the dtype of `x`; x may be several batches, one after the other."""
+        weight, bias = self.weight.astype(x.dtype), self.bias[:, None].astype(x.dtype)
+        y = jnp.einsum("gbmi,bio->gbmo", x.reshape(-1, len(weight), *x.shape[1:]), weight) + bias
+        return y.reshape(*x.shape[:2], -1)
+
+
+@nnx.dataclass
+class RowMlp(nnx.Module):
+    """Two affine maps with a SiLU between them, for each row."""
+
+    first: RowLinear = nnx.data()
+    last: RowLinear = nnx.data()
+
+    def __call__(self, x: Float[Array, "GB M i"]) -> Float[Array, "GB M o"]:
+        """`last(silu(first(x)))` for each row, in the dtype of `x`."""
         return self.last(jax.nn.silu(self.first(x)))

@@ -4,12 +4,14 @@ A model folder is an ordinary Hugging Face folder with two more files: `path.saf
 authors' release, and `path.json`, with the options of the path and the name of its base.
 """
 
+import dataclasses
 import json
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
@@ -19,8 +21,9 @@ from l2d_jax.distributed import processes, sharding
 from l2d_jax.errors import InputError, about
 from l2d_jax.files import Fingerprint, digest, read_json
 from l2d_jax.model.architecture import Architecture
-from l2d_jax.model.diffusion_path import DiffusionPath, start_from
+from l2d_jax.model.diffusion_path import DiffusionPath, PathLayers, matrices
 from l2d_jax.model.llm import LLM
+from l2d_jax.model.quantization import QuantizedWeight, from_bits
 from l2d_jax.weights import locate, mapping, publish, tokenizer_files
 from l2d_jax.weights.base_model import BaseFiles
 from l2d_jax.weights.digests import tensors_digest
@@ -33,6 +36,16 @@ def new_path(config: PathConfig, llm: LLM, mesh: Mesh, *, seed: int) -> Diffusio
     """A path with the release's initial values; each shard is created on its device."""
     path = sharding.initialize(DiffusionPath.declare(config, llm.architecture), jax.random.key(seed), mesh)
     return start_from(path, llm) if config.layers == "dense" and config.dense_init == "lm" else path
+
+
+def start_from(path: DiffusionPath, llm: LLM) -> DiffusionPath:
+    """Initialise a path with full layers from the LM's weights (paper appendix, full f_d)."""
+    weights = {
+        name: w.restore(jnp.float32) if isinstance(w, QuantizedWeight) else jnp.array(from_bits(w), jnp.float32)
+        for name, w in ((name, getattr(llm.layers, name)) for name in matrices(path.config))
+    }
+    q_bias = None if path.layers.q_bias is None else jnp.array(llm.layers.q_bias, jnp.float32)
+    return dataclasses.replace(path, layers=PathLayers(modulation=path.layers.modulation, **weights, q_bias=q_bias))
 
 
 def write_path(

@@ -11,9 +11,10 @@ from l2d_jax.config.schema import LoraConfig
 from l2d_jax.data.batch import Batch
 from l2d_jax.distributed.sharding import initialize
 from l2d_jax.model import context as contexts
-from l2d_jax.model.diffusion_path import DiffusionPath, start_from
+from l2d_jax.model.diffusion_path import DiffusionPath
 from l2d_jax.model.lora import LLMAdapter
 from l2d_jax.training.objective import diffusion_loss
+from l2d_jax.weights.model_folder import start_from
 from tests.support import tiny
 from tests.support.marks import slow
 

@@ -17,10 +17,11 @@ from l2d_jax.config.schema import PathConfig
 from l2d_jax.distributed import sharding
 from l2d_jax.model.architecture import Architecture
 from l2d_jax.model.context import Context
-from l2d_jax.model.diffusion_path import Conditions, DiffusionPath, start_from
+from l2d_jax.model.diffusion_path import Conditions, DiffusionPath
 from l2d_jax.model.kv_cache import KVCache
 from l2d_jax.model.llm import LLM
 from l2d_jax.weights import model_folder
+from l2d_jax.weights.model_folder import start_from
 from tests.support import plain, tiny
 
 CONFIGS = Path(__file__).parents[2] / "configs"

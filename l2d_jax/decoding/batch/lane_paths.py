@@ -23,9 +23,8 @@ from l2d_jax.decoding.refinement.solver import find_solver
 from l2d_jax.decoding.refinement.stages import room_for
 from l2d_jax.model.diffusion_path import DiffusionPath, PathLayers
 from l2d_jax.model.l2d import Model
-from l2d_jax.model.layers import Linear, Lora
+from l2d_jax.model.layers import Linear, Lora, RowLinear, RowLora, RowMlp
 from l2d_jax.model.llm import LLM
-from l2d_jax.model.row_weights import RowLinear, RowLora, RowMlp
 
 
 @nnx.dataclass
