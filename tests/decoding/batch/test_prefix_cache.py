@@ -107,6 +107,7 @@ def in_lanes(
     *,
     settings: DecodeConfig = SETTINGS,
     lanes: int = 2,
+    label: int | None = None,
     restrictions: Restrictions = UNRESTRICTED,
 ) -> tuple[list[list[int]], list[int]]:
     """The answers, as requests that come one by one get them, and how many tokens of each prompt were in the cache."""
@@ -114,7 +115,9 @@ def in_lanes(
         Lanes(model, lanes=lanes, stop_ids=(95,), service=Service(prefixes=cache, reader="lm")),
         [list[int]() for _ in prompts],
     )
-    answers = [Answer(n, Prompt(0, ids), settings, StopSearch((), None), seed=n) for n, ids in enumerate(prompts)]
+    answers = [
+        Answer(n, Prompt(0, ids, label), settings, StopSearch((), None), seed=n) for n, ids in enumerate(prompts)
+    ]
     waiting = list(answers)
     for answer in answers:
         answer.restrictions = restrictions
@@ -189,6 +192,7 @@ def test_what_changes_the_answer_but_not_the_reading_shares_the_cache() -> None:
         {"settings": dataclasses.replace(SETTINGS, budget=1)},
         {"settings": dataclasses.replace(SETTINGS, solver="euler", budget=5)},
         {"settings": dataclasses.replace(SETTINGS, draws=2)},
+        {"label": 1},
         {"restrictions": Restrictions(frequency_penalty=1.5, logit_bias={5: 4.0})},
     ]
     for one in options:
