@@ -1,14 +1,14 @@
 """Compiles the programs of usual requests before a server is ready, by answering some of them."""
 
 import json
-import threading
+import queue
 import time
 from collections.abc import Sequence
 from typing import Any
 
 from l2d_jax.config.schema import DecodeConfig
 from l2d_jax.decoding.prompt_reader import PIECE
-from l2d_jax.decoding.requests import Answer, Piece
+from l2d_jax.decoding.requests import Answer
 from l2d_jax.errors import InputError
 from l2d_jax.serving.api.protocol import Protocol
 from l2d_jax.serving.engine import Engine
@@ -19,18 +19,18 @@ SHORT, LONG = 32, 2 * PIECE + 1  # tokens of prompts; a long one is read in piec
 OTHERS = (96, 192, 384)  # tokens of further prompts, each of which is read by another program
 LONGER = 512  # tokens of an answer that needs more room than usual ones
 LAST = 12  # tokens after which no further program follows: more than are decoded at a time
-FORMAT = {"type": "regex", "regex": f"[a-z]{{{2 * LAST}}}"}
+OPTIONS = {"budget", "logprobs", "response_format"}
+FORMAT: dict[str, Any] = {"type": "regex", "regex": f"[a-z]{{{2 * LAST}}}"}
 
 
 def usual_requests(defaults: DecodeConfig, *, model: str, context: int) -> list[dict[str, Any]]:
     """The bodies of requests for completions that need the usual programs, each of which fits the context.
 
-    They are: answers with the default options, and of the language model alone; with evaluations one by one, in case
-    that parallel ones turn out to be slower; with log-probabilities and with a grammar; to prompts of all usual
-    lengths; and long answers.
+    They are: answers with the default options, and of the language model alone; with log-probabilities and with a
+    grammar; to prompts of all usual lengths; and long answers.
     """
-    refined: list[dict[str, Any]] = [{"parallel": "off"}, {"budget": 1}] if defaults.budget > 1 else []
-    options = [(SHORT, each) for each in ({}, *refined, {"logprobs": 1})]
+    plain: list[dict[str, Any]] = [{"budget": 1}] if defaults.budget > 1 else []
+    options = [(SHORT, each) for each in ({}, *plain, {"logprobs": 1})]
     options += [(SHORT, {"response_format": FORMAT}), *((length, {}) for length in OTHERS)]
     options += [(LONG, {}), (LONG, {"response_format": FORMAT}), (SHORT, {"max_tokens": LONGER})]
     bodies = []
@@ -42,7 +42,7 @@ def usual_requests(defaults: DecodeConfig, *, model: str, context: int) -> list[
 
 
 class WarmUp:
-    """Answers requests, one after the other, and forgets the answers."""
+    """Answers requests, and forgets the answers."""
 
     def __init__(self, engine: Engine, protocol: Protocol, *, readiness: Readiness) -> None:
         self._engine, self._protocol, self._readiness = engine, protocol, readiness
@@ -50,13 +50,16 @@ class WarmUp:
     def run(self, bodies: Sequence[dict[str, Any]]) -> None:
         """Answer requests, as far as needed for their programs; then the server is ready. Ends early with the engine.
 
-        Requests that this model or this installation refuses are skipped. Raises what ends an answer.
+        First each is answered alone, and then those that differ in their lengths alone are answered together, so that
+        lanes change their size. Requests that this model or this installation refuses are skipped. Raises what ends an
+        answer.
         """
-        self._readiness.begin(len(bodies))
+        plain = [body for body in bodies if not OPTIONS & {*body}]
+        rounds = [*([body] for body in bodies), *([plain] if plain else [])]
+        self._readiness.begin(len(rounds))
         try:
-            for body in bodies:
-                for answer in self._read(body):
-                    self._decode(answer)
+            for together in rounds:
+                self._decode([answer for body in together for answer in self._read(body)])
                 self._readiness.advance()
         except EndingError:
             return
@@ -68,26 +71,30 @@ class WarmUp:
         except InputError:
             return ()
 
-    def _decode(self, answer: Answer) -> None:
-        """Decode the first tokens of an answer."""
-        ended, told = threading.Event(), list[Any]()
+    def _decode(self, answers: Sequence[Answer]) -> None:
+        """Decode the first tokens of some answers together."""
+        pieces: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        works = {answer.number: Work(answer, pieces.put, is_rehearsal=True) for answer in answers}
+        waiting = {*works}
+        for work in works.values():
+            self._submit(work)
+        try:
+            while waiting:
+                told = pieces.get()
+                if isinstance(told, Exception):
+                    raise told
+                if told.is_last or len(works[told.answer].tokens) >= LAST:
+                    waiting.discard(told.answer)
+        finally:
+            self._engine.cancel([*works.values()])
 
-        def hear(piece: Any) -> None:
-            told.append(piece)
-            is_last = not isinstance(piece, Piece) or piece.is_last
-            if is_last or len(work.tokens) >= LAST:
-                ended.set()
-
-        work = Work(answer, hear)
+    def _submit(self, work: Work) -> None:
         while True:
             try:
                 self._engine.submit([work])
-                break
             except EndingError:
                 raise
             except FullError:  # clients fill the queue
                 time.sleep(1)
-        ended.wait()
-        self._engine.cancel([work])
-        if isinstance(told[-1], Exception):
-            raise told[-1]
+            else:
+                return

@@ -47,7 +47,7 @@ class Said(NamedTuple):
     seconds: float
 
 
-def requests(count: int, models: Sequence[str], *, has_tools: bool) -> list[dict[str, Any]]:
+def requests(count: int, models: Sequence[str], *, has_tools: bool, padding: int) -> list[dict[str, Any]]:
     """Bodies of chat completions: budgets, lengths, formats, tools and models are mixed."""
     rng, rows = random.Random(0), conversations(count, split="test")
     kinds = [{}, {}, {}, {"logprobs": True, "top_logprobs": 2}, *({"response_format": one} for one in FORMATS)]
@@ -55,7 +55,7 @@ def requests(count: int, models: Sequence[str], *, has_tools: bool) -> list[dict
     bodies = []
     for number, row in enumerate(rows):
         message = dict(row["messages"][0])
-        message["content"] = PADDING * rng.choice([0, 0, 0, 20, 120]) + message["content"]
+        message["content"] = PADDING * rng.choice([0, 0, 0, padding // 6, padding]) + message["content"]
         body = {"model": rng.choice(models), "messages": [message], "seed": number, **rng.choice(kinds)}
         body |= {"budget": rng.choice([1, 3, 7, 15]), "max_tokens": rng.choice([8, 16, 32, 64, 300])}
         body |= {"temperature": rng.choice([0.0, 0.7]), "stream": "tools" not in body and rng.random() < 0.5}
@@ -67,7 +67,8 @@ def ask(url: str, body: dict[str, Any], *, leaves: bool) -> Said:
     """Send a request and read the reply; a client that leaves closes the connection after the first words."""
     began, address = time.monotonic(), f"{url}/v1/chat/completions"
     if not body["stream"] and not leaves:
-        reply = httpx.post(address, json=body, timeout=WAIT).raise_for_status().json()
+        reply = httpx.post(address, json=body, timeout=WAIT).json()
+        assert "error" not in reply, reply
         choice, usage = reply["choices"][0], reply["usage"]
         calls = [call["function"] for call in choice["message"].get("tool_calls") or ()]
         answer = [choice["message"]["content"] or "", calls, choice["finish_reason"]]
@@ -114,6 +115,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=500)
     parser.add_argument("--at_a_time", type=int, default=32)
     parser.add_argument("--tools", action="store_true", help="some requests have tools")
+    parser.add_argument("--padding", type=int, default=120, help="sentences before the longest questions")
     options, arguments = parser.parse_known_args()
     began = time.monotonic()
     with started(arguments) as (url, server):
@@ -128,7 +130,7 @@ def main() -> None:
         print("| | |\n|---|---|")
         row("ready after", f"{time.monotonic() - began:.0f} s, {memory()}")
         models = [model["id"] for model in httpx.get(f"{url}/v1/models", timeout=60).json()["data"]]
-        bodies = requests(options.requests, models, has_tools=options.tools)
+        bodies = requests(options.requests, models, has_tools=options.tools, padding=options.padding)
         began = time.monotonic()
         alone = [ask(url, body, leaves=False) for body in bodies]
         seconds = time.monotonic() - began
