@@ -1,13 +1,13 @@
 """Compiles the programs of usual requests before a server is ready, by answering some of them."""
 
 import json
-import threading
+import queue
 import time
 from collections.abc import Sequence
 from typing import Any
 
 from l2d_jax.decoding.batch.prompt_reader import PIECE
-from l2d_jax.decoding.requests import Answer, Piece
+from l2d_jax.decoding.requests import Answer
 from l2d_jax.errors import InputError
 from l2d_jax.serving.api.protocol import Protocol
 from l2d_jax.serving.engine import Engine
@@ -19,7 +19,8 @@ SHORT, LONG = 32, 2 * PIECE + 1  # tokens of prompts; a long one is read in piec
 OTHERS = (96, 192, 384)  # tokens of further prompts, each of which is read by another program
 LONGER = 512  # tokens of an answer that needs more room than usual ones
 LAST = 12  # tokens after which no further program follows: more than are decoded at a time
-FORMAT = {"type": "regex", "regex": f"[a-z]{{{2 * LAST}}}"}
+OPTIONS = {"budget", "logprobs", "response_format"}
+FORMAT: dict[str, Any] = {"type": "regex", "regex": f"[a-z]{{{2 * LAST}}}"}
 
 
 def usual_requests(models: Catalogue) -> list[dict[str, Any]]:
@@ -34,13 +35,12 @@ def usual_requests(models: Catalogue) -> list[dict[str, Any]]:
 def _usual(model: ServedModel) -> list[dict[str, Any]]:
     """The bodies for one model, each of which fits the context.
 
-    They are: answers with the default options, and of the language model alone; with evaluations one by one, in case
-    that parallel ones turn out to be slower; with log-probabilities and with a grammar; to prompts of all usual
-    lengths; and long answers.
+    They are: answers with the default options, and of the language model alone; with log-probabilities and with a
+    grammar; to prompts of all usual lengths; and long answers.
     """
     defaults, context = model.loaded.defaults, model.limits.context
-    refined: list[dict[str, Any]] = [{"parallel": "off"}, {"budget": 1}] if defaults.budget > 1 else []
-    options = [(SHORT, each) for each in ({}, *refined, {"logprobs": 1})]
+    plain: list[dict[str, Any]] = [{"budget": 1}] if defaults.budget > 1 else []
+    options = [(SHORT, each) for each in ({}, *plain, {"logprobs": 1})]
     options += [(SHORT, {"response_format": FORMAT}), *((length, {}) for length in OTHERS)]
     options += [(LONG, {}), (LONG, {"response_format": FORMAT}), (SHORT, {"max_tokens": LONGER})]
     bodies = []
@@ -52,7 +52,7 @@ def _usual(model: ServedModel) -> list[dict[str, Any]]:
 
 
 class WarmUp:
-    """Answers requests, one after the other, and forgets the answers."""
+    """Answers requests, and forgets the answers."""
 
     def __init__(self, engine: Engine, protocol: Protocol, *, readiness: Readiness) -> None:
         self._engine, self._protocol, self._readiness = engine, protocol, readiness
@@ -60,13 +60,16 @@ class WarmUp:
     def run(self, bodies: Sequence[dict[str, Any]]) -> None:
         """Answer requests, as far as needed for their programs; then the server is ready. Ends early with the engine.
 
-        Requests that this model or this installation refuses are skipped. Raises what ends an answer.
+        First each is answered alone, and then those that differ in their lengths alone are answered together, so that
+        lanes change their size. Requests that this model or this installation refuses are skipped. Raises what ends an
+        answer.
         """
-        self._readiness.begin(len(bodies))
+        plain = [body for body in bodies if not OPTIONS & {*body}]
+        rounds = [*([body] for body in bodies), *([plain] if plain else [])]
+        self._readiness.begin(len(rounds))
         try:
-            for body in bodies:
-                for answer, model in self._read(body):
-                    self._decode(answer, model)
+            for together in rounds:
+                self._decode([one for body in together for one in self._read(body)])
                 self._readiness.advance()
         except EndingError:
             return
@@ -79,26 +82,30 @@ class WarmUp:
             return ()
         return [(answer, asked.model) for answer in asked.answers]
 
-    def _decode(self, answer: Answer, model: ServedModel) -> None:
-        """Decode the first tokens of an answer."""
-        ended, told = threading.Event(), list[Any]()
+    def _decode(self, answers: Sequence[tuple[Answer, ServedModel]]) -> None:
+        """Decode the first tokens of some answers together."""
+        pieces: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        works = {one.number: Work(one, pieces.put, model, is_rehearsal=True) for one, model in answers}
+        waiting = {*works}
+        for work in works.values():
+            self._submit(work)
+        try:
+            while waiting:
+                told = pieces.get()
+                if isinstance(told, Exception):
+                    raise told
+                if told.is_last or len(works[told.answer].tokens) >= LAST:
+                    waiting.discard(told.answer)
+        finally:
+            self._engine.cancel([*works.values()])
 
-        def hear(piece: Any) -> None:
-            told.append(piece)
-            is_last = not isinstance(piece, Piece) or piece.is_last
-            if is_last or len(work.tokens) >= LAST:
-                ended.set()
-
-        work = Work(answer, hear, model)
+    def _submit(self, work: Work) -> None:
         while True:
             try:
                 self._engine.submit([work])
-                break
             except EndingError:
                 raise
             except FullError:  # clients fill the queue
                 time.sleep(1)
-        ended.wait()
-        self._engine.cancel([work])
-        if isinstance(told[-1], Exception):
-            raise told[-1]
+            else:
+                return
