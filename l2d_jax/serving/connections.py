@@ -153,5 +153,6 @@ def make_server(app: ASGIApp, *, client_timeout: float, max_connections: int, dr
     protocol = type("LimitedConnection", (Connection,), limits)
     options: dict[str, Any] = {"loop": "asyncio", "http": protocol, "ws": "none", "lifespan": "off"}
     options |= {"proxy_headers": False, "server_header": False, "access_log": False, "log_level": "critical"}
+    options |= {"log_config": None}  # its own would close the streams of other libraries' handlers
     options |= {"backlog": ACCEPTED, "timeout_graceful_shutdown": drain}
     return Server(uvicorn.Config(app, **options))

@@ -22,6 +22,7 @@ def test_a_signal_lets_requests_end(tmp_path, mesh):
     """
     folder = write_model(tmp_path / "model", write_base(tmp_path / "base"), mesh)
     command = [sys.executable, "-m", "l2d_jax.serve", "--model", folder, "--port", "0", "--dtype", "float32"]
+    command += ["--warm_up", "none"]
     environment = {**os.environ, "L2D_JAX_API_KEY": "secret"}
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, env=environment) as server:
         try:
@@ -46,6 +47,24 @@ def test_a_signal_lets_requests_end(tmp_path, mesh):
             assert rest[-1] == "data: [DONE]"
             assert '"finish_reason": "' in rest[-2]
             assert server.wait(60) == 0
+        finally:
+            server.kill()
+
+
+@pytest.mark.slow
+def test_a_signal_before_the_server_is_ready(tmp_path):
+    """It is alive and not ready while it compiles; and SIGTERM ends it soon, whatever it compiles."""
+    folder = write_base(tmp_path / "base")
+    command = [sys.executable, "-m", "l2d_jax.serve", "--model", folder, "--port", "0"]
+    environment = {**os.environ, "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "empty")}
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, env=environment) as server:
+        try:
+            url = server.stdout.readline().split()[-1]
+            assert httpx.get(f"{url}/health/live").status_code == 200
+            reply = httpx.get(f"{url}/health")
+            assert (reply.status_code, reply.json()["doing"]) == (503, "compiling")
+            server.send_signal(signal.SIGTERM)
+            assert server.wait(30) == 0
         finally:
             server.kill()
 

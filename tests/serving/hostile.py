@@ -31,6 +31,7 @@ from tests.support.programs import ROOT, write_base, write_model
 
 HONEST = 4  # clients at a time
 LIMITS = ("--lanes", "4", "--queue", "64", "--client_timeout", "5", "--drain", "20", "--dtype", "float32")
+LIMITS += ("--warm_up", "none")
 CHAT, RAW = "v1/chat/completions", "v1/completions"
 MESSAGES = [{"role": "user", "content": "Hi"}]
 
