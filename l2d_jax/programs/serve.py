@@ -21,10 +21,10 @@ from l2d_jax.errors import InputError, require
 from l2d_jax.files import explained
 from l2d_jax.loading import Folder, find, load
 from l2d_jax.model.llm import LLM
-from l2d_jax.programs.served_models import Offers, PathOpener, check_paths
 from l2d_jax.serving.api.limits import BUDGET, DRAWS, RequestLimits
 from l2d_jax.serving.engine import GROUPS, Engine
 from l2d_jax.serving.models import Catalogue
+from l2d_jax.serving.opening import Offers, PathOpener, check_paths
 
 CACHE_SHARE = 16  # by default, the prefix cache takes at most this fraction of the memory: 1 / CACHE_SHARE
 
