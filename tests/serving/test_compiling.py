@@ -14,14 +14,13 @@ from l2d_jax.config.schema import DecodeConfig
 from l2d_jax.decoding.buckets import Programs
 from l2d_jax.decoding.generation import generate_tokens
 from l2d_jax.decoding.loaded_model import LoadedModel
-from l2d_jax.serving.api.limits import RequestLimits
 from l2d_jax.serving.api.protocol import Protocol
 from l2d_jax.serving.engine import Engine
 from l2d_jax.serving.front import Readiness
 from l2d_jax.serving.warm_up import WarmUp, usual_requests
 from l2d_jax.serving.work import PieceWork, Work
 from tests.serving.test_engine import WAIT, Client, running
-from tests.support.served import talking_model
+from tests.support.served import catalogue, talking_model
 
 ONE_BY_ONE = DecodeConfig(budget=3, max_new_tokens=24, parallel="off")
 
@@ -150,10 +149,10 @@ def test_nothing_is_compiled_for_usual_requests_after_the_warm_up(monkeypatch: p
         compiled.append(lowered.as_text().partition("module @")[2].partition(" ")[0])
         return compile(lowered)
 
-    model, limits, readiness = talking_model(), RequestLimits(context=2048, answers=64), Readiness()
-    with running(model) as engine:
-        protocol = Protocol(model, name="tiny", limits=limits)
-        WarmUp(engine, protocol, readiness=readiness).run(usual_requests(model.defaults, model="tiny", context=2048))
+    models, readiness = catalogue(talking_model(), context=2048, answers=64), Readiness()
+    with running(models.get("").loaded) as engine:
+        protocol = Protocol(models)
+        WarmUp(engine, protocol, readiness=readiness).run(usual_requests(models))
         assert readiness.is_ready
         monkeypatch.setattr(jax.stages.Lowered, "compile", note)
         lengths = [{"prompt": [[1] * length]} for length in (3, 70, 200, 300, 600)]
@@ -175,7 +174,7 @@ def ask(engine: Engine, protocol: Protocol, body: dict[str, Any]) -> Callable[[]
         if isinstance(told, Exception) or told.is_last:
             ended.release()
 
-    engine.submit([Work(answer, tell) for answer in read.answers])
+    engine.submit([Work(answer, tell, read.model) for answer in read.answers])
 
     def wait() -> None:
         for _ in read.answers:
