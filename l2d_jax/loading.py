@@ -144,13 +144,11 @@ def load(
     return LoadedModel(model, base.tokenizer, base.stop_ids, found.defaults, step)
 
 
-def load_path(folder: Folder, base: base_model.BaseFiles, mesh: Mesh) -> tuple[DiffusionPath, int | None]:
-    """Read the path of a folder that was trained on this base; of a workdir also the step of its checkpoint.
+def restore_path(folder: Folder, base: base_model.BaseFiles, mesh: Mesh) -> tuple[DiffusionPath, int | None]:
+    """Read the path of a folder whose base `check_base` has accepted; of a workdir also the step of its checkpoint.
 
-    Raises `InputError` for a folder without a path, for a path of another base, and as `load` does.
+    Raises `InputError` as `load` does.
     """
-    require(folder.path_config is not None, f"{folder.path} has no diffusion path: give a folder that has one")
-    check_base(folder, base)
     if folder.trained is None:
         return model_folder.load_path(folder.path, base.architecture, mesh), None
     step, method = newest_step(folder), method_of(folder.trained)

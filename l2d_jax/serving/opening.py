@@ -11,7 +11,7 @@ from l2d_jax.decoding.loaded_model import LoadedModel
 from l2d_jax.decoding.refinement.settings import check_settings
 from l2d_jax.distributed.memory import require_memory, tree_bytes
 from l2d_jax.errors import InputError, require
-from l2d_jax.loading import Folder, check_base, find, load_path
+from l2d_jax.loading import Folder, check_base, find, restore_path
 from l2d_jax.model.diffusion_path import DiffusionPath
 from l2d_jax.model.l2d import Model
 from l2d_jax.serving.api.limits import RequestLimits
@@ -80,10 +80,10 @@ class PathOpener:
 
     def open(self, name: str, folder: str) -> ServedModel:
         """Read a path, to be served under a name; raises `InputError` for one that does not belong to the base."""
-        found = find_path(name, folder, self.base, served=self.models.get("").name)
+        found = find_served(name, folder, self.base, served=self.models.get("").name)
         self._check_memory(name, found)
         self.offers.check_defaults(found.defaults, folder)
-        path, step = load_path(found, self.base, self.mesh)
+        path, step = restore_path(found, self.base, self.mesh)
         llm = self.loaded.decoder.llm
         model = Model(llm=llm, path=path, table=None)
         options: dict[str, Any] = {"defaults": found.defaults, "step": step, "is_copied": False}
@@ -98,7 +98,7 @@ class PathOpener:
         require_memory(needs, f"--lanes, or the number of paths without {name}")
 
 
-def find_path(name: str, folder: str, base: BaseFiles, *, served: str) -> Folder:
+def find_served(name: str, folder: str, base: BaseFiles, *, served: str) -> Folder:
     """Find a path on the base called `served`, before its weights are read; raises `InputError`."""
     check_name(name)
     found = find(folder)
@@ -114,7 +114,7 @@ def check_paths(paths: Sequence[tuple[str, str]], base: BaseFiles, *, served: st
     names = [served, *(name for name, _ in paths)]
     for name in names:
         require(names.count(name) == 1, f"two models are called {name!r}: give each --path another name")
-    return [find_path(name, folder, base, served=served) for name, folder in paths]
+    return [find_served(name, folder, base, served=served) for name, folder in paths]
 
 
 def _is_spendable(budget: int, settings: DecodeConfig, path: PathConfig | None) -> bool:

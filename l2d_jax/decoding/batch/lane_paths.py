@@ -21,6 +21,7 @@ from l2d_jax.decoding.parallel.pace import can_be_parallel
 from l2d_jax.decoding.refinement.condition_table import ConditionTable, build_table
 from l2d_jax.decoding.refinement.solver import find_solver
 from l2d_jax.decoding.refinement.stages import room_for
+from l2d_jax.model.axes import ADAPTED
 from l2d_jax.model.diffusion_path import DiffusionPath, PathLayers
 from l2d_jax.model.l2d import Model
 from l2d_jax.model.layers import Linear, Lora, RowLinear, RowLora, RowMlp
@@ -87,7 +88,7 @@ def _row(llm: LLM, path: DiffusionPath, times: Float[Array, " n"]) -> PathRows:
         a, b = (array[:, None].astype(llm.product_dtype) for array in (lora.a, lora.b))
         return RowLora(row_a=a, row_b=b)
 
-    updates = {name: update(getattr(path.layers, name)) for name in ("q", "o", "gate", "up", "down")}
+    updates = {name: update(getattr(path.layers, name)) for name in ADAPTED}
     table = build_table(llm, path, times)
     modulation, merge = table.conditions.modulation, table.conditions.merge
     assert modulation is not None
