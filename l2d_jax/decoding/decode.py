@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
+from l2d_jax.decoding.bounded_scan import bounded_scan
 from l2d_jax.decoding.buckets import Programs, compiled
 from l2d_jax.decoding.refinement.settings import Refinement
 from l2d_jax.decoding.sampler import SamplingOptions, Tokens, sample_tokens, score_tokens
@@ -19,7 +20,7 @@ from l2d_jax.decoding.token_step import advance, refined_logits
 from l2d_jax.model.l2d import Model
 
 
-def decode_tokens(
+def decode_tokens(  # noqa: PLR0913 (how to decode, and how far)
     model: Model,
     state: State,
     *,
@@ -29,9 +30,11 @@ def decode_tokens(
     steps: int,
     noise_samples: int = 1,
     labels: Int[Array, " B"] | None = None,
+    limit: Int[Array, ""] | None = None,
 ) -> tuple[State, Tokens]:
     """Generate `steps` tokens per sequence. Sequences that have ended are filled with the first of the `stop_ids`.
 
+    With a `limit`, only so many tokens are generated, and the others are zeros.
     A sequence ends at one of the `stop_ids`, or where a logit is NaN, which `State.broken` records.
     """
     chosen: dict[str, Any] = {"noise_samples": noise_samples, "draws": sampling.draws, "labels": labels}
@@ -49,7 +52,7 @@ def decode_tokens(
         return (advance(model.llm, state, token, done), sampling.count(counts, token)), new
 
     counts = sampling.start_counts(model.llm.architecture.vocab_size)
-    (state, _), tokens = jax.lax.scan(step, (state, counts), None, length=steps)
+    (state, _), tokens = bounded_scan(step, (state, counts), length=steps, limit=limit)
     return state, jax.tree.map(lambda array: array.swapaxes(0, 1), tokens)
 
 

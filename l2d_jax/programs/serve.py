@@ -65,7 +65,7 @@ def _serve(options: Namespace, key: str | None, operator_key: str | None, stack:
     engine, protocol = Engine(lanes=options.lanes, queue=options.queue, service=service), Protocol(models)
     load_path = opener.open if folder.path_config is None else None
     front.app = ServerApp(engine, protocol, access=access, load_path=load_path, **bounds).routes()
-    began, usual = time.monotonic(), usual_requests(models)
+    began, usual = time.monotonic(), usual_requests(models, has_prefixes=service.prefixes is not None)
 
     def prepare() -> None:
         WarmUp(engine, protocol, readiness=readiness).run(usual if options.warm_up == "usual" else [])

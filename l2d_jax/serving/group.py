@@ -14,8 +14,6 @@ from l2d_jax.errors import contained
 from l2d_jax.serving.turns import Worker
 from l2d_jax.serving.work import Kind, Work, tell
 
-FAILED = 10**6  # passes after which no order is slower than one by one
-
 
 class Group:
     """The lanes of one kind, which take turns with the others; and the works that have a lane or get one next.
@@ -92,8 +90,7 @@ class Group:
         pieces = self._lanes.step()
         self.spent += self._lanes.cost
         if any(work.is_rehearsal for work in self.works.values()):
-            # As if guesses had failed: the next step decodes one by one.
-            self._lanes.pace.add(tokens=0, passes=FAILED, order=self._lanes.order)
+            self._lanes.rehearse()
         return pieces
 
     def _report(self, work: Work, piece: Piece) -> None:

@@ -1,9 +1,10 @@
 """Compiles the programs of usual requests before a server is ready, by answering some of them."""
 
+import itertools
 import json
 import queue
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from l2d_jax.decoding.batch.prompt_reader import PIECE
@@ -16,38 +17,48 @@ from l2d_jax.serving.models import Catalogue, ServedModel
 from l2d_jax.serving.work import EndingError, FullError, Work
 
 SHORT, LONG = 32, 2 * PIECE + 1  # tokens of prompts; a long one is read in pieces
-OTHERS = (96, 192, 384)  # tokens of further prompts, each of which is read by another program
+OTHERS = (48, 96, 192, 384)  # tokens of further prompts, one for each number of slots
+TAILS = (16, 48, 112, 144)  # numbers of tokens that follow a known beginning
 LONGER = 512  # tokens of an answer that needs more room than usual ones
 LAST = 12  # tokens after which no further program follows: more than are decoded at a time
 OPTIONS = {"budget", "logprobs", "response_format"}
 FORMAT: dict[str, Any] = {"type": "regex", "regex": f"[a-z]{{{2 * LAST}}}"}
 
 
-def usual_requests(models: Catalogue) -> list[dict[str, Any]]:
+def usual_requests(models: Catalogue, *, has_prefixes: bool = False) -> list[dict[str, Any]]:
     """The bodies of requests for completions that need the usual programs of all models.
 
-    Of paths that share lanes, the first one stands for all.
+    Of paths that share lanes, the first one stands for all. `has_prefixes`: whether there is a cache of prefixes.
     """
-    firsts = {model.shared or model: model for model in reversed(models.models)}
-    return [body for model in reversed(firsts.values()) for body in _usual(model)]
+    firsts, tokens = {model.shared or model: model for model in reversed(models.models)}, itertools.count()
+    return [body for model in reversed(firsts.values()) for body in _usual(model, tokens, has_prefixes=has_prefixes)]
 
 
-def _usual(model: ServedModel) -> list[dict[str, Any]]:
+def _usual(model: ServedModel, tokens: Iterator[int], *, has_prefixes: bool) -> list[dict[str, Any]]:
     """The bodies for one model, each of which fits the context.
 
-    They are: answers with the default options, and of the language model alone; with log-probabilities and with a
-    grammar; to prompts of all usual lengths; and long answers.
+    They are: answers with the default options, of the language model alone, and with the budget of each effort; with
+    log-probabilities and with a grammar; to prompts of all usual lengths; and long answers. With a cache of prefixes,
+    there are also prompts that begin as these and end differently. Each prompt repeats one of the `tokens`.
     """
     defaults, context = model.loaded.defaults, model.limits.context
-    plain: list[dict[str, Any]] = [{"budget": 1}] if defaults.budget > 1 else []
-    options = [(SHORT, each) for each in ({}, *plain, {"logprobs": 1})]
+    budgets = {1, *model.limits.efforts.values()} - {defaults.budget} if defaults.budget > 1 else set()
+    options = [(SHORT, each) for each in ({}, *({"budget": budget} for budget in sorted(budgets)), {"logprobs": 1})]
     options += [(SHORT, {"response_format": FORMAT}), *((length, {}) for length in OTHERS)]
     options += [(LONG, {}), (LONG, {"response_format": FORMAT}), (SHORT, {"max_tokens": LONGER})]
+    vocab_size = model.loaded.model.llm.architecture.vocab_size
+    prompts = [([next(tokens) % vocab_size] * length, own) for length, own in options]
+    if has_prefixes:
+        known = {len(prompt): prompt for prompt, _ in prompts if len(prompt) > SHORT}
+        new = next(tokens) % vocab_size
+        prompts += [
+            ([*prompt[:-tail], *[new] * tail], {}) for prompt in known.values() for tail in TAILS if tail < len(prompt)
+        ]
     bodies = []
-    for length, own in options:
-        longest = {"max_tokens": min(defaults.max_new_tokens, context - length)} | own
-        if 0 < longest["max_tokens"] <= context - length:
-            bodies.append({"model": model.name, "prompt": [[1] * length], "seed": 0, **longest})
+    for prompt, own in prompts:
+        longest = {"max_tokens": min(defaults.max_new_tokens, context - len(prompt))} | own
+        if 0 < longest["max_tokens"] <= context - len(prompt):
+            bodies.append({"model": model.name, "prompt": [prompt], "seed": 0, **longest})
     return bodies
 
 

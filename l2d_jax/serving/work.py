@@ -61,7 +61,7 @@ class Work:
     tell: Callable[[Piece | list[TokenTrace] | Exception], None]  # the trace comes before the last piece
     model: ServedModel
     is_traced: bool = False
-    is_rehearsal: bool = False  # whether it is decoded for its programs, in both orders of evaluations
+    is_rehearsal: bool = False  # whether it is decoded for its programs, in all orders of evaluations
     is_cancelled: bool = False
     tokens: list[int] = field(default_factory=list)
     began: float = 0.0  # time at which it got its lane

@@ -261,6 +261,7 @@ def test_a_wider_beam_is_not_less_likely(few):
     assert best[0].score < best[1].score
 
 
+@pytest.mark.slow
 def test_a_large_penalty_leaves_no_repeat(few):
     config = SearchConfig(candidates=3, temperature=0.0, max_new_tokens=14, repetition_ngram=2)
     never = dataclasses.replace(few, stop_ids=())

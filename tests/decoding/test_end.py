@@ -17,6 +17,7 @@ from l2d_jax.decoding.trace import accuracy_by_time
 from l2d_jax.errors import InputError
 from l2d_jax.model.context import Context
 from tests.support import tiny
+from tests.support.marks import slow
 from tests.support.requests import generate, score, trace
 
 PROMPTS = [[5, 17, 3], [60, 2, 41, 8, 8, 30]]
@@ -32,6 +33,7 @@ def of(**options: Any) -> DecodeConfig:
     return DecodeConfig(**{"max_new_tokens": 8, **options})
 
 
+@pytest.mark.slow
 def test_a_trace_ends_where_decoding_did(loaded: LoadedModel) -> None:
     """With sampled estimates, whose keys depend on the bits of t."""
     settings = of(budget=15, end=0.55, velocity_temperature=1.0)
@@ -57,7 +59,7 @@ def test_stopping_at_t_is_what_a_whole_diffusion_shows_at_t(loaded: LoadedModel)
     assert len({round(value, 6) for value in whole["expected"]}) == 5
 
 
-@pytest.mark.parametrize("solver", ["midpoint", "restart"])
+@pytest.mark.parametrize("solver", ["midpoint", *slow("restart")])
 def test_likelihoods_stop_there_too(loaded: LoadedModel, solver: Any) -> None:
     """One by one and side by side; near t = 0 they are the language model's."""
     settings = of(budget=5, solver=solver, end=0.4, velocity_temperature=1.0, parallel="off")

@@ -20,6 +20,7 @@ from l2d_jax.decoding.grammar import Grammar
 from l2d_jax.decoding.requests import Prompt, Request, Restrictions
 from l2d_jax.model.l2d import Model
 from tests.support import tiny
+from tests.support.marks import slow
 
 SOLVERS = {"euler": (1, 4, 9, 15), "midpoint": (1, 3, 9, 15), "rk4": (1, 5, 9, 13), "restart": (1, 4, 9, 15)}
 ESTIMATES: dict[str, dict[str, Any]] = {
@@ -27,6 +28,7 @@ ESTIMATES: dict[str, dict[str, Any]] = {
     "sampled": {"velocity_temperature": 0.7, "temperature": 1.0},
 }
 USES = ("alone", "lanes", "class", "draws", "grammar", "ends")
+FAST = (("arg max", "lanes"), ("sampled", "class"), ("sampled", "grammar"), ("sampled", "draws"), ("arg max", "ends"))
 ENDS = (1.0, 0.97, 0.6, 0.25)  # t at which a diffusion stops
 KINDS: tuple[dict[str, Any], ...] = ({}, {"start": "anchored"}, {"start": "anchored", "reader": "path"})
 STOPS = (94, 95)
@@ -103,15 +105,21 @@ def count_differences(name: str, estimate: str, use: str, *, count: int, new: in
     return differ, sum(map(len, wanted))
 
 
-@pytest.mark.parametrize("use", USES)
-@pytest.mark.parametrize("estimate", ESTIMATES)
+@pytest.mark.parametrize(
+    ("estimate", "use"),
+    [
+        pytest.param(estimate, use, marks=[] if (estimate, use) in FAST else pytest.mark.slow)
+        for estimate in ESTIMATES
+        for use in USES
+    ],
+)
 def test_no_token_differs(estimate: str, use: str) -> None:
     differ, tokens = count_differences("midpoint", estimate, use, count=20, new=8, lanes=5)
     assert differ == 0
     assert tokens > 80
 
 
-@pytest.mark.parametrize("use", ["alone", "draws"])
+@pytest.mark.parametrize("use", ["alone", *slow("draws")])
 def test_one_evaluation_a_pass_in_low_precision(use: str) -> None:
     """In the program of all of them: the same bits, although rounding depends on the number of rows."""
     model, request = make("midpoint", "sampled", use, count=10, new=8)
@@ -122,7 +130,7 @@ def test_one_evaluation_a_pass_in_low_precision(use: str) -> None:
     assert spent["check"] > spent["on"]
 
 
-@pytest.mark.parametrize("estimate", ESTIMATES)
+@pytest.mark.parametrize("estimate", [*slow("arg max"), "sampled"])
 def test_no_token_differs_where_the_last_stage_counts(estimate: str) -> None:
     """The 3/8 rule evaluates at the end of a step, which has no velocity at t = 1 and has one at an earlier end."""
     differ, tokens = count_differences("rk4", estimate, "ends", count=12, new=8, lanes=5)
@@ -130,6 +138,7 @@ def test_no_token_differs_where_the_last_stage_counts(estimate: str) -> None:
     assert tokens > 50
 
 
+@pytest.mark.slow
 def test_the_largest_budget_that_goes_side_by_side() -> None:
     model = tiny.model(start="anchored")
     asked = [Prompt(i, [5 + i, 17, 3]) for i in range(3)]

@@ -83,6 +83,7 @@ def test_end_tokens_are_left_out_and_end_an_answer(loaded):
     assert len(expected[0]) <= 4
 
 
+@pytest.mark.slow
 def test_the_stream_ends_when_all_have_ended(loaded):
     first = generate(loaded, PROMPTS[:1])[0][0]
     assert list(stream(dataclasses.replace(loaded, stop_ids=(first,)), PROMPTS[:1])) == [[[]]]

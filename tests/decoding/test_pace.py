@@ -12,7 +12,6 @@ from l2d_jax.decoding.parallel.stream_state import Stream
 from l2d_jax.decoding.requests import Prompt, Request
 from l2d_jax.errors import InputError
 from tests.support import tiny
-from tests.support.marks import slow
 
 PROMPTS = [Prompt(number, [1 + (7 * number + i) % 90 for i in range(9 - number)]) for number in range(4)]
 
@@ -63,7 +62,8 @@ def test_the_window_is_bounded_by_the_memory_of_logits(monkeypatch: pytest.Monke
     assert window(few, vocab_size=128_000, lanes=32) == 15
 
 
-@pytest.mark.parametrize("kind", [{"start": "anchored"}, *slow({})])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [{"start": "anchored"}, {}])
 def test_an_answer_is_the_same_in_every_order(kind: Any):
     """Guesses of random weights fail, so a stream is left within the answers."""
     model = tiny.model(**kind)

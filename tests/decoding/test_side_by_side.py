@@ -51,7 +51,7 @@ def draw(rows: int, last: int = 2, seed: int = 0) -> tuple[jax.Array, jax.Array]
 
 
 @pytest.mark.parametrize("name", FIXED)
-@pytest.mark.parametrize("until", [1.0, 0.7])
+@pytest.mark.parametrize("until", [*slow(1.0), 0.7])
 def test_rows_are_what_the_solver_reaches(name: str, until: float) -> None:
     """x and t of every evaluation, where the estimates are any functions of x."""
     solver = FIXED[name]
@@ -96,7 +96,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", ["midpoint", *slow("euler", "restart")])
 @pytest.mark.parametrize("kind", OPTIONS)
-@pytest.mark.parametrize("start", ["released", "anchored"])
+@pytest.mark.parametrize("start", [*slow("released"), "anchored"])
 def test_the_sequential_answer(name: str, kind: str, start: Any) -> None:
     model = tiny.model(start=start)
     options = {"solver": name} | OPTIONS[kind]
@@ -113,7 +113,8 @@ def test_the_sequential_answer(name: str, kind: str, start: Any) -> None:
         np.testing.assert_array_equal(taken.passes[0], 0)
 
 
-@pytest.mark.parametrize("solver", ["heun", *slow("rk4")])
+@pytest.mark.slow
+@pytest.mark.parametrize("solver", ["heun", "rk4"])
 def test_guidance_masks_and_other_solvers(solver: str) -> None:
     model = tiny.model(classes=3)
     at, (noise, keys) = context(model, 2, labels=jnp.array([[0, 1], [2, 0]])), draw(2)

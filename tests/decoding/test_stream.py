@@ -92,7 +92,7 @@ def decode_in_stream(
     return columns["ids"], columns["evaluations"], columns["passes"]
 
 
-@pytest.mark.parametrize("kind", ["released", "anchored", *slow("reads", "copies")])
+@pytest.mark.parametrize("kind", ["anchored", *slow("released", "reads", "copies")])
 @pytest.mark.parametrize("is_sampled", [False, True])
 def test_the_plain_answer(kind: str, is_sampled: bool) -> None:
     model = tiny.model(**MODELS[kind])

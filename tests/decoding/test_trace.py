@@ -158,6 +158,7 @@ def test_the_arg_max_of_a_drawn_token_is_another(loaded):
     assert {token.likeliest == token.token for tokens in traces for token in tokens} == {True, False}
 
 
+@pytest.mark.slow
 def test_an_answer_without_tokens(loaded):
     settings = of(FIXED, 12)
     answers = [[], generate(loaded, PROMPTS, settings=settings)[1]]

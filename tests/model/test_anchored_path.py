@@ -45,7 +45,7 @@ def correction(path, llm, context, t, *, seed=0):
         pytest.param("qwen3-yarn", marks=pytest.mark.slow),
         pytest.param("mistral", marks=pytest.mark.slow),
         pytest.param("smollm3-yarn", marks=pytest.mark.slow),
-        "gemma3",
+        pytest.param("gemma3", marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.parametrize("layers", ["lora", "dense"])

@@ -14,6 +14,7 @@ from l2d_jax.model.llm import LLM
 from l2d_jax.model.quantization import QuantizedWeight, quantize_layers
 from l2d_jax.weights import base_model
 from tests.support import tiny
+from tests.support.marks import slow
 
 
 def declared(dtype: str = "float32") -> LLM:
@@ -53,7 +54,7 @@ def test_the_declaration_is_that_of_the_values(mesh: Mesh) -> None:
     assert found.embed.dtype == jnp.bfloat16
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen", "gemma3"])
+@pytest.mark.parametrize("kind", [*slow("llama", "qwen"), "gemma3"])
 def test_an_int8_model_is_the_one_with_its_restored_weights(kind: str) -> None:
     """Layer by layer, what is computed is what the rounded weights give."""
     llm = tiny.llm(kind)

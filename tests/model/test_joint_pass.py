@@ -13,6 +13,7 @@ from l2d_jax.model.context import Context
 from l2d_jax.model.joint_pass import DiffusionRows, joint_pass
 from l2d_jax.model.l2d import Model
 from tests.support import tiny
+from tests.support.marks import slow
 
 KINDS: dict[str, dict[str, Any]] = {
     "updates": {},
@@ -36,7 +37,7 @@ def _apart(model: Model, tokens: Any, rows: DiffusionRows, cache: Any, labels: A
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("family", ["llama", pytest.param("qwen", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("is_merged", [False, True])
+@pytest.mark.parametrize("is_merged", [False, *slow(True)])
 def test_one_pass_is_two(kind: str, family: str, is_merged: bool) -> None:
     model = tiny.model(family, **KINDS[kind])
     model = (model.merged() if is_merged else model).reading(refines=True)

@@ -121,6 +121,7 @@ def test_adaptive_trajectories(folders, name, keys):
             assert faults(checks) == []
 
 
+@pytest.mark.slow
 def test_a_run_beyond_the_end_without_a_guard_is_not_judged(folders):
     """The release's Qwen evaluates the path at t > 1."""
     model, a = load(folders / QWEN, dtype="float32").model, recording(QWEN)

@@ -75,6 +75,7 @@ def recorded(model, data, tmp_path, monkeypatch):
     return recorded
 
 
+@pytest.mark.slow
 def test_what_a_command_asks_for_wins_over_the_tasks_sampling(recorded):
     asked = {"velocity": "expectation", "velocity_temperature": 1.0, "temperature": 0.5, "max_new_tokens": 9}
     words = [f"--config.decode.{name}={value}" for name, value in asked.items()]

@@ -64,6 +64,7 @@ def test_an_adaptive_solver_takes_what_it_needs(folder):
     assert len({text, coarse, few}) > 1
 
 
+@pytest.mark.slow
 def test_a_budget_of_one_is_the_base(folder, base):
     one = answer_of(call(generate.main, "--model", folder, *PROMPT, "--budget", 1))
     assert one == answer_of(call(generate.main, "--model", base, *PROMPT))

@@ -100,6 +100,7 @@ def test_evaluations_alone(tmp_path):
     assert "<svg" not in (tmp_path / "report.html").read_text(), "one budget is no line"
 
 
+@pytest.mark.slow
 def test_the_same_report_is_the_same_page(workdir):
     pages = []
     for _ in range(2):

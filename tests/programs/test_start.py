@@ -38,6 +38,7 @@ SECONDS = 1.0  # of CPU time, user and system; about 0.2 where bytecode is kept
 
 STATUS = """
 import json, resource, runpy, sys
+from tests.support.marks import slow
 sys.argv = ["l2d", *sys.argv[2:]] if sys.argv[1] == "l2d_jax" else sys.argv[1:]
 name = {name!r}
 try:
@@ -127,7 +128,7 @@ def test_choices_are_what_the_code_behind_them_has():
     "code",
     [
         "import l2d_jax; l2d_jax.load",
-        "import l2d_jax; l2d_jax.LoadedModel",
+        *slow("import l2d_jax; l2d_jax.LoadedModel"),
         "from l2d_jax.programs import generate, evaluate, train",
         "import l2d_jax.configs.tiny",
     ],
@@ -145,10 +146,10 @@ def test_an_import_prints_nothing(code):
     [
         ("report", ["jax", "transformers", "datasets"]),
         ("generate", ["orbax", "datasets", "grain", "matplotlib"]),
-        ("serve", ["orbax", "datasets", "grain", "matplotlib"]),
+        pytest.param("serve", ["orbax", "datasets", "grain", "matplotlib"], marks=pytest.mark.slow),
         ("convert", ["orbax", "datasets", "grain", "matplotlib", "diffrax"]),
         ("train", ["matplotlib", "scipy", "sympy"]),
-        ("evaluate", ["orbax", "grain", "matplotlib", "sympy"]),
+        pytest.param("evaluate", ["orbax", "grain", "matplotlib", "sympy"], marks=pytest.mark.slow),
     ],
 )
 def test_a_program_does_not_import_what_it_may_not_need(program, unused):

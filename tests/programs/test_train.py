@@ -420,6 +420,7 @@ def test_a_bad_config_is_one_line(tmp_path, monkeypatch, changes, message):
     assert message in call(train.main, *options(**changes), "--workdir", tmp_path / "workdir").error
 
 
+@pytest.mark.slow
 def test_a_mistake_can_be_mended(tmp_path):
     """An attempt that trained nothing does not claim the workdir."""
     arguments = options(model__name=tmp_path / "base", train__steps=1, validation__budgets=(1,))

@@ -159,6 +159,7 @@ def put(data: bytes, at: int, code: str, value: int) -> bytes:
     return data[:at] + struct.pack(code, value) + data[at + struct.calcsize(code) :]
 
 
+@pytest.mark.slow
 def test_every_redirected_tensor_is_refused(tmp_path: Path) -> None:
     """To the data of another, over its neighbours, beyond a gap, or by an exchange of two offsets."""
     path = tmp_path / "x.gguf"

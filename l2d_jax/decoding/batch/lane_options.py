@@ -37,7 +37,13 @@ class LaneOptions:
     """Makes the options for lanes. A lane without an answer (None) costs no evaluation."""
 
     def __init__(
-        self, pace: Pace, *, shared: DecodeConfig | None, allowed: jax.Array | None, paths: LanePaths | None = None
+        self,
+        pace: Pace,
+        *,
+        shared: DecodeConfig | None,
+        allowed: jax.Array | None,
+        paths: LanePaths | None = None,
+        is_masked: bool = False,
     ) -> None:
         """Make options for lanes.
 
@@ -46,8 +52,10 @@ class LaneOptions:
           shared: the settings of all answers, or None if each has its own.
           allowed: a mask of tokens.
           paths: the paths of the lanes, if several share them.
+          is_masked: whether there is a mask without a grammar, too: then both need the same programs.
         """
         self._pace, self._shared, self._allowed, self._paths = pace, shared, allowed, paths
+        self._is_masked = is_masked
         self._table: tuple[set[Grid], ConditionTable | None] | None = None  # for these grids
 
     def make(self, answers: Sequence[Answer | None], order: Order, *, tabulates: bool = True) -> Options:
@@ -71,8 +79,9 @@ class LaneOptions:
         refinement, sampling = replace(refinement, table=table), replace(sampling, allowed=self._allowed)
         if order is not Order.SEQUENTIAL:
             refinement = refinement.side_by_side(grids, window=self._pace.window(rows))
-        sampling = replace(sampling, is_scored=any(answer.is_scored for answer in live))
-        return Options(refinement, sampling, labels)
+        options = Options(refinement, replace(sampling, is_scored=any(answer.is_scored for answer in live)), labels)
+        is_masked = self._is_masked and order is not Order.STREAM  # which has no grammars
+        return self._masked(options, self._all_rows(answers)) if is_masked else options
 
     def _tabulate(self, solver: str, grids: Sequence[Grid]) -> ConditionTable | None:
         """The table of conditions for these grids, which is kept until others are asked for."""
@@ -84,7 +93,7 @@ class LaneOptions:
 
     def restrict(self, options: Options, answers: Sequence[Answer | None]) -> Options:
         """Restrict the options to the tokens that each answer's grammar allows next, also for estimates."""
-        rows = np.ones((len(answers), self._pace.model.llm.architecture.vocab_size), bool)
+        rows = self._all_rows(answers)
         for row, answer in zip(rows, answers, strict=True):
             if answer is not None and answer.grammar is not None:
                 try:
@@ -92,6 +101,14 @@ class LaneOptions:
                 except BaseException as error:
                     contained(error)
                     answer.is_stuck = True
+        return self._masked(options, rows)
+
+    def _all_rows(self, answers: Sequence[Answer | None]) -> np.ndarray:
+        """Masks that allow every token, one for each answer: bool [B, V]."""
+        return np.ones((len(answers), self._pace.model.llm.architecture.vocab_size), bool)
+
+    def _masked(self, options: Options, rows: np.ndarray) -> Options:
+        """The options with these masks of tokens."""
         masks = jnp.asarray(rows)
         sampled = masks if self._allowed is None else masks & self._allowed
         settings, sampling = replace(options.settings, allowed=masks), replace(options.sampling, allowed=sampled)

@@ -9,6 +9,7 @@ chunks of the other answers. This compiles a new program only if the longest pro
 from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import compress
+from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool
@@ -73,7 +74,8 @@ class Lanes:
             allowed = None if mask is None else jnp.asarray(mask)[None]
         self.cost = 0  # approximate cost of the last step, in passes over the weights
         self.pace = Pace(self.model, lanes, is_fixed=service.context is not None)
-        self._maker = LaneOptions(self.pace, shared=shared, allowed=allowed, paths=self._paths)
+        masked: dict[str, Any] = {"allowed": allowed, "is_masked": known is None}
+        self._maker = LaneOptions(self.pace, shared=shared, paths=self._paths, **masked)
         self._reader = PromptReader(model, self._maker, known=known, service=service)
         self.order = Order.SEQUENTIAL
         self.state: State | Stream | None = None
@@ -197,25 +199,30 @@ class Lanes:
                     self.drop(answer)
         return pieces
 
+    def rehearse(self) -> None:
+        """Let the next step use the next order of evaluations, as if this one were too slow for the running answers."""
+        self.pace.leave(self.order)
+
     def _run(
         self, options: Options, live: Sequence[Answer], *, is_single: bool
     ) -> tuple[Tokens, Bool[Array, "B steps"], Bool[Array, " B"]]:
         """Decode the next tokens; also says which entries are real tokens, and which sequences cannot go on."""
         state, chosen = self.state, options._asdict() | {"stop_ids": self._ends}
         assert state is not None
+        length = steps = 1 if is_single else CHUNK
+        if not self._is_known:  # others wait for this chunk, and a client for its first token; one program serves both
+            is_slow = self.order is Order.SEQUENTIAL and any(is_long(a.settings.budget, a.settings.draws) for a in live)
+            steps = 1 if is_single or is_slow or not all(answer.said for answer in live) else CHUNK
+            length, chosen["limit"] = CHUNK, jnp.int32(steps)
         if isinstance(state, Stream):
             del chosen["labels"]
-            after, emitted = stream_decoder()(self.model, state, passes=CHUNK, **chosen)
+            after, emitted = stream_decoder()(self.model, state, passes=length, **chosen)
             self.state = after
             return emitted.tokens, emitted.is_new, after.state.broken
-        # If requests arrive one at a time, others wait for this chunk: a chunk of expensive tokens is a single token.
-        is_slow = self.order is Order.SEQUENTIAL
-        waits = is_slow and not self._is_known and any(is_long(a.settings.budget, a.settings.draws) for a in live)
         chosen |= {"noise_samples": sample_bucket(live[0].settings.draws)}
-        steps = 1 if is_single or waits else CHUNK
-        ahead, new = token_decoder()(self.model, state, steps=steps, **chosen)
+        ahead, new = token_decoder()(self.model, state, steps=length, **chosen)
         self.state = ahead
-        return new, jnp.ones(new.ids.shape, bool), ahead.broken
+        return new, jnp.broadcast_to(jnp.arange(length) < steps, new.ids.shape), ahead.broken
 
     def _reorder(self, live: Sequence[Answer]) -> None:
         """Change the order of evaluations if another one is now better for these answers or the passes they took."""

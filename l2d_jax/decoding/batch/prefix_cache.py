@@ -25,8 +25,8 @@ from l2d_jax.errors import require
 from l2d_jax.model.kv_cache import KVCache
 from l2d_jax.model.llm import LLM
 
-BLOCK = 32  # tokens
-TOGETHER = 8  # blocks that one call of a program writes
+BLOCK = 16  # tokens
+TOGETHER = 16  # blocks that one call of a program writes
 
 
 class _Pool(NamedTuple):

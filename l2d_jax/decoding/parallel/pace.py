@@ -6,7 +6,7 @@ the choice depends on the device, the number of sequences, the budget, and the p
 
 import tomllib
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from functools import cache, cached_property
 from pathlib import Path
@@ -44,6 +44,7 @@ class Pace:
     tokens: int = 0
     passes: int = 0
     is_fixed: bool = False  # whether the order depends on the settings alone, for deterministic answers
+    left: set[Order] = field(default_factory=set)  # orders that are not chosen any more
 
     @cached_property
     def _readings(self) -> float:
@@ -73,7 +74,7 @@ class Pace:
         possible = [Order.STREAM if can_stream else Order.PARALLEL] if in_stream is None else [*Order]
         if not can_stream:
             possible = [order for order in possible if order != Order.STREAM]
-        best = min(possible, key=times.__getitem__)
+        best = min({*possible} - self.left or {Order.SEQUENTIAL}, key=times.__getitem__)
         # Once tokens were decoded this way, keep the order until it is slower than one by one.
         limit = times[Order.SEQUENTIAL] * (1 if self.tokens else 1 - GAIN)
         return best if times[best] <= limit else Order.SEQUENTIAL
@@ -96,6 +97,10 @@ class Pace:
         """The number of evaluations of a token that run in one pass."""
         vocab_size = self.model.llm.architecture.vocab_size
         return window(settings, vocab_size=vocab_size, lanes=self.lanes, memory=self._memory)
+
+    def leave(self, order: Order) -> None:
+        """Do not choose this order again, unless it is `SEQUENTIAL` or the order depends on the settings alone."""
+        self.left |= set() if self.is_fixed or order is Order.SEQUENTIAL else {order}
 
     def add(self, *, tokens: int, passes: int, order: Order) -> None:
         """Count the passes that tokens took. Sequential tokens are ignored: they say nothing about guesses."""

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from l2d_jax.decoding.bounded_scan import bounded_scan
 from l2d_jax.decoding.buckets import Programs, compiled
 from l2d_jax.decoding.parallel.begin import find_plain, first_noise, without_penalties
 from l2d_jax.decoding.parallel.stream_state import Stream, write
@@ -130,8 +131,12 @@ def decode_stream(
     sampling: SamplingOptions,
     stop_ids: Int[Array, " n"],
     passes: int,
+    limit: Int[Array, ""] | None = None,
 ) -> tuple[Stream, Emitted]:
-    """Make `passes` passes. `settings` must have stages; sequences have neither classes nor several noise samples."""
+    """Make `passes` passes, or only the first `limit` of them.
+
+    `settings` must have stages; sequences have neither classes nor several noise samples.
+    """
     vocab_size = model.llm.architecture.vocab_size
 
     def one_pass(carry: tuple[Stream, Array | None], _: None) -> tuple[tuple[Stream, Array | None], Emitted]:
@@ -147,7 +152,8 @@ def decode_stream(
         stream = _follow(stream, made, checked, token, guess, is_last=is_last, settings=settings)
         return (stream, sampling.count(counts, jnp.where(checked.is_new, token, vocab_size))), emitted
 
-    (stream, _), emitted = jax.lax.scan(one_pass, (stream, sampling.start_counts(vocab_size)), None, length=passes)
+    carry = stream, sampling.start_counts(vocab_size)
+    (stream, _), emitted = bounded_scan(one_pass, carry, length=passes, limit=limit)
     return stream, jax.tree.map(lambda array: array.swapaxes(0, 1), emitted)
 
 

@@ -100,7 +100,9 @@ def test_what_cannot_be_done_is_one_sentence(protocol: Protocol, fields: dict[st
 # --- probabilities ---
 
 
-@pytest.mark.parametrize(("options", "draws"), [({"budget": 3, "score_draws": 4}, 4), ({"budget": 1}, 8)])
+@pytest.mark.parametrize(
+    ("options", "draws"), [({"budget": 3, "score_draws": 4}, 4), pytest.param({"budget": 1}, 8, marks=pytest.mark.slow)]
+)
 def test_probabilities_are_those_of_score(
     protocol: Protocol, loaded: LoadedModel, options: dict[str, int], draws: int
 ) -> None:
@@ -143,6 +145,7 @@ def test_other_formats_have_no_probabilities(protocol: Protocol) -> None:
 # --- prompts that a reply repeats ---
 
 
+@pytest.mark.slow
 def test_a_prompt_has_the_standard_errors_of_score(protocol: Protocol, loaded: LoadedModel) -> None:
     ids = list(b"2 + 2 = 4")
     options = {"is_chat": False, "prompt": ids, "echo": True, "logprobs": 1, "max_tokens": 0}
