@@ -17,6 +17,7 @@ from l2d_jax.decoding.refinement import solver
 from l2d_jax.evaluation.tasks.task import TASKS
 from l2d_jax.performance.topologies import GENERATIONS
 from l2d_jax.weights.export import FORMATS
+from tests.support.marks import slow
 from tests.support.programs import ROOT, TINY, call
 
 # Each takes a good part of a second to import. Parsing a command line and reading a config take none of them.
