@@ -22,6 +22,7 @@ from l2d_jax.model import diffusion
 BIASES = 1024  # largest number of tokens with a bias in a request
 NO_TOKEN = 2**31 - 1  # an id beyond every vocabulary
 LIKELIEST = 20  # number of alternatives reported with their log-probabilities for each token
+CUT = "top_k_and_top_p"  # scope of what runs only with one of them
 DIGIT = 2  # bits of the threshold that `cut` finds per pass over the vocabulary
 
 
@@ -116,8 +117,16 @@ def sample_tokens(
     options = (sampling.temperature, sampling.top_k, sampling.top_p)
     temperature, top_k, top_p = (jnp.broadcast_to(option, logits.shape[:1]) for option in options)
     is_cut = ((top_k > 0) | (top_p < 1)) & (temperature > 0)  # otherwise `cut` is skipped
-    logits = jax.lax.cond(is_cut.any(), lambda: cut(logits, temperature, top_k, top_p), lambda: logits)
+    with jax.named_scope(CUT):
+        logits = jax.lax.cond(is_cut.any(), lambda: cut(logits, temperature, top_k, top_p), lambda: logits)
     return diffusion.sample_rows(keys, logits, temperature).astype(jnp.int32)
+
+
+def skipped(config: DecodeConfig) -> tuple[str, ...]:
+    """The scopes whose work these options skip."""
+    is_sampled, is_cut = config.temperature > 0, config.top_k > 0 or config.top_p < 1
+    scopes = {diffusion.SAMPLE: is_sampled or config.velocity_temperature > 0, CUT: is_sampled and is_cut}
+    return tuple(scope for scope, is_used in scopes.items() if not is_used)
 
 
 def token_keys(keys: Key[Array, " B"], number: Int[Array, "#B"]) -> tuple[Array, Array, Array]:

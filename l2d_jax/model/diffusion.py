@@ -8,6 +8,7 @@ from jaxtyping import Array, Float, Int
 
 from l2d_jax.distributed.sharding import platform
 
+SAMPLE = "sample_tokens"  # scope of what runs only at a temperature above 0
 END = 1e-6  # closer to t = 1 than this, the velocity (x̂ - x_t) / (1 - t) counts as zero
 
 
@@ -63,9 +64,10 @@ def sample_token(key: Array, logits: Float[Array, "*B V"], temperature: Float[Ar
 
 def sample_rows(keys: Array, logits: Float[Array, "n V"], temperature: Float[Array, " n"]) -> Array:
     """`sample_token` for each row with its own key; makes no noise over the vocabulary if no row needs it."""
-    return jax.lax.cond(
-        (temperature > 0).any(), lambda: jax.vmap(sample_token)(keys, logits, temperature), lambda: arg_max(logits)
-    )
+    with jax.named_scope(SAMPLE):
+        return jax.lax.cond(
+            (temperature > 0).any(), lambda: jax.vmap(sample_token)(keys, logits, temperature), lambda: arg_max(logits)
+        )
 
 
 def arg_max(logits: Float[Array, "*B V"]) -> Int[Array, "*B"]:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from l2d_jax.distributed import sharding
 from l2d_jax.model.architecture import Architecture
 from l2d_jax.model.attention import Part, causal_mask
 
@@ -73,9 +74,15 @@ class KVCache(nnx.Module):
         """Write the one token of each row of `new` into a slot of that row; a slot beyond the last is dropped."""
         assert new.positions.shape[1] == 1
         rows = jnp.arange(len(slots))
-        k, v = (
-            old.at[:, rows, slots].set(one[:, :, 0], mode="drop") for old, one in ((self.k, new.k), (self.v, new.v))
-        )
+
+        def write(old: Array, one: Array) -> Array:
+            if self.by_position or sharding.platform() != "tpu":
+                return old.at[:, rows, slots].set(one[:, :, 0], mode="drop")
+            # A TPU is slow at scattering: it rewrites the ring.
+            is_there = (jnp.arange(self.ring) == slots[:, None])[..., None, None]
+            return old.at[:, :, : self.ring].set(jnp.where(is_there, one, old[:, :, : self.ring]))
+
+        k, v = write(self.k, new.k), write(self.v, new.v)
         positions = self.positions.at[rows, slots].set(new.positions[:, 0], mode="drop")
         return dataclasses.replace(self, k=k, v=v, positions=positions)
 

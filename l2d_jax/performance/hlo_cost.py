@@ -40,15 +40,19 @@ class ProgramCost:
     parts: list[InstructionCost] = field(default_factory=list)  # most cycles first
 
 
-def program_cost(program: HloProgram, *, rate: float = math.inf, unknown_trips: int = 1) -> ProgramCost:
-    """Sum the costs of all instructions that run; a conditional costs as much as its most expensive branch.
+@dataclass(frozen=True)
+class Decided:
+    """What is decided at run time."""
 
-    A loop whose length is decided at run time, such as an adaptive solver's, counts as `unknown_trips` runs. `rate` is
-    the memory bandwidth in bytes per cycle.
-    """
+    trips: int = 1  # assumed number of runs of loops whose length is unknown, such as an adaptive solver's
+    skipped: tuple[str, ...] = ()  # named scopes whose conditionals take their cheapest branch; others: the costliest
+
+
+def program_cost(program: HloProgram, *, rate: float = math.inf, decided: Decided = Decided()) -> ProgramCost:
+    """Sum the costs of all instructions that run; `rate` is the memory bandwidth in bytes per cycle."""
     cost, ahead = ProgramCost(), ReadAhead(program, rate)
     counted: set[tuple[str, str]] = set()
-    for instruction, name, times in _executions(program, program.entry, 1, unknown_trips):
+    for instruction, name, times in _executions(program, program.entry, 1, decided):
         if instruction.opcode == "while":
             cost.unknown_loops += 1
             continue
@@ -71,7 +75,7 @@ def program_cost(program: HloProgram, *, rate: float = math.inf, unknown_trips: 
     return cost
 
 
-def _executions(program: HloProgram, name: str, times: int, unknown_trips: int) -> list[Execution]:
+def _executions(program: HloProgram, name: str, times: int, decided: Decided) -> list[Execution]:
     """All instructions that run if a computation runs `times` times, including loops of unknown length."""
     found: list[Execution] = []
     computation = program.computations[name]
@@ -80,13 +84,14 @@ def _executions(program: HloProgram, name: str, times: int, unknown_trips: int) 
             trips = program.trips(instruction, computation)
             if trips is None:
                 found.append((instruction, name, times))
-            runs = times * (unknown_trips if trips is None else trips)
-            found += _executions(program, instruction.called[0], runs, unknown_trips)
+            runs = times * (decided.trips if trips is None else trips)
+            found += _executions(program, instruction.called[0], runs, decided)
         elif instruction.opcode == "conditional":
-            branches = [_executions(program, branch, times, unknown_trips) for branch in instruction.branches]
-            found += max(branches, key=lambda branch: sum(runs * one.cycles for one, _, runs in branch))
+            branches = [_executions(program, branch, times, decided) for branch in instruction.branches]
+            choose = min if {*decided.skipped} & {*instruction.source.split("/")} else max
+            found += choose(branches, key=lambda branch: sum(runs * one.cycles for one, _, runs in branch))
         elif instruction.opcode in ("call", "async-start"):
-            found += _executions(program, instruction.called[0], times, unknown_trips)
+            found += _executions(program, instruction.called[0], times, decided)
         else:
             found.append((instruction, name, times))
     return found

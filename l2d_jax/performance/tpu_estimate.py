@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from l2d_jax.performance.hlo import HloProgram
-from l2d_jax.performance.hlo_cost import BETWEEN, InstructionCost, program_cost
+from l2d_jax.performance.hlo_cost import BETWEEN, Decided, InstructionCost, program_cost
 from l2d_jax.performance.topologies import GIB, TpuGeneration
 
 _UNITS = {"K": 2**10, "M": 2**20, "G": GIB, "T": 2**40}
@@ -37,15 +37,15 @@ _PARTS = 100  # number of most expensive instructions that are kept
 
 
 def read_estimate(
-    memory: Any, text: str, generation: TpuGeneration, *, useful: float, tokens: int, unknown_trips: int = 1
+    memory: Any, text: str, generation: TpuGeneration, *, useful: float, tokens: int, decided: Decided
 ) -> dict[str, Any]:
     """The figures of a compiled program, per device and execution; sizes in bytes.
 
     `memory` and `text` are the results of `Compiled.memory_analysis()` and `as_text()`. `useful` is the number of
     floating-point operations per device that the model needs, `tokens` the number of tokens of an execution on all
-    devices, and `unknown_trips` the assumed number of runs of loops whose length is decided at run time.
+    devices, and `decided` says what is decided at run time.
     """
-    cost = program_cost(HloProgram.parse(text), rate=generation.reading, unknown_trips=unknown_trips)
+    cost = program_cost(HloProgram.parse(text), rate=generation.reading, decided=decided)
     sizes = {name: getattr(memory, f"{kind}_size_in_bytes") for name, kind in _SIZES.items()}
     kernels = cost.kernel_flops / (ATTENTION * generation.peak)
     seconds, waiting = generation.seconds(cost.cycles) + kernels, generation.seconds(cost.waiting)

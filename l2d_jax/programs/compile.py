@@ -18,11 +18,13 @@ import jax
 from jax.sharding import Mesh
 
 from l2d_jax.config.schema import Config
+from l2d_jax.decoding import sampler
 from l2d_jax.decoding.parallel.pace import Order
 from l2d_jax.decoding.refinement.solver import find_solver
 from l2d_jax.distributed.sharding import decoding_mesh, make_mesh, mesh_sizes
 from l2d_jax.files import cache_folder, read_json, write_whole
 from l2d_jax.performance import costs, lowering, tpu_estimate
+from l2d_jax.performance.hlo_cost import Decided
 from l2d_jax.performance.topologies import GENERATIONS, GIB, Topology
 from l2d_jax.training import plans
 from l2d_jax.weights import base_model
@@ -140,6 +142,6 @@ def compile_and_read(question: Question, mesh: Mesh, folder: Path | None) -> dic
         folder.mkdir(parents=True, exist_ok=True)
         (folder / f"{question.work}.hlo").write_text(text)
     useful = flops / mesh.size  # without recomputation
-    memory = compiled.memory_analysis()
-    found = tpu_estimate.read_estimate(memory, text, generation, useful=useful, tokens=tokens, unknown_trips=trips)
+    memory, decided = compiled.memory_analysis(), Decided(trips, sampler.skipped(config.decode))
+    found = tpu_estimate.read_estimate(memory, text, generation, useful=useful, tokens=tokens, decided=decided)
     return found if question.work == "train" else found | {"evaluations": order.value}

@@ -43,6 +43,7 @@ def _usual(model: ServedModel, tokens: Iterator[int], *, has_prefixes: bool) -> 
     """
     defaults, context = model.loaded.defaults, model.limits.context
     budgets = {1, *model.limits.efforts.values()} - {defaults.budget} if defaults.budget > 1 else set()
+    options: list[tuple[int, dict[str, Any]]]
     options = [(SHORT, each) for each in ({}, *({"budget": budget} for budget in sorted(budgets)), {"logprobs": 1})]
     options += [(SHORT, {"response_format": FORMAT}), *((length, {}) for length in OTHERS)]
     options += [(LONG, {}), (LONG, {"response_format": FORMAT}), (SHORT, {"max_tokens": LONGER})]

@@ -3,7 +3,7 @@
 import pytest
 
 from l2d_jax.performance.hlo import HloProgram
-from l2d_jax.performance.hlo_cost import ProgramCost, program_cost
+from l2d_jax.performance.hlo_cost import Decided, ProgramCost, program_cost
 from tests.support.hlo_text import CYCLES, PRODUCT, SHAPE, computation
 
 
@@ -59,7 +59,10 @@ def test_a_loop_of_unknown_length():
     entry, body, condition = counted(28)
     text = program(f"%x = {SHAPE} parameter(0)\n{entry}", PRODUCT, body, condition.replace("LT", "NE"))
     assert (program_cost(text).cycles, program_cost(text).unknown_loops) == (100, 1)
-    assert (program_cost(text, unknown_trips=7).cycles, program_cost(text, unknown_trips=7).unknown_loops) == (700, 1)
+    assert (program_cost(text, decided=Decided(7)).cycles, program_cost(text, decided=Decided(7)).unknown_loops) == (
+        700,
+        1,
+    )
 
 
 @pytest.mark.parametrize(
@@ -70,8 +73,12 @@ def test_of_branches_the_dearest_counts(branches):
         computation(name, f"  ROOT %{name}.n = {SHAPE} negate(%{name}.p), {CYCLES % cycles}")
         for name, cycles in (("cheap", 3), ("dear", 30))
     )
-    cost = only(f"%which = s32[] constant(0)\nROOT %c = {SHAPE} conditional(%which, %x, %x), {branches}", cheap, dear)
-    assert cost.cycles == 30
+    source = 'metadata={op_name="jit(f)/rare/cond"}'
+    line = f"%which = s32[] constant(0)\nROOT %c = {SHAPE} conditional(%which, %x, %x), {branches}, {source}"
+    assert only(line, cheap, dear).cycles == 30
+    text = program(f"%x = {SHAPE} parameter(0)\n{line}", cheap, dear)
+    costs = {name: program_cost(text, decided=Decided(skipped=(name,))).cycles for name in ("rare", "usual")}
+    assert costs == {"rare": 3, "usual": 30}
 
 
 SIZE = 64 * 32 * 4

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 import pytest
 
 from l2d_jax.performance import tpu_estimate
+from l2d_jax.performance.hlo_cost import Decided
 from l2d_jax.performance.topologies import GENERATIONS, GIB
 from tests.support.hlo_text import CYCLES, PRODUCT, SHAPE
 
@@ -27,7 +28,7 @@ checkpoint/rematted_computation/copy"}}, {CYCLES % 1}
 def figures(**sizes: int) -> dict:
     names = ("argument", "output", "alias", "temp", "generated_code")
     memory = SimpleNamespace(**{f"{name}_size_in_bytes": sizes.get(name, 0) for name in names})
-    return tpu_estimate.read_estimate(memory, TEXT, V5E, useful=FLOPS / 2, tokens=300)
+    return tpu_estimate.read_estimate(memory, TEXT, V5E, useful=FLOPS / 2, tokens=300, decided=Decided())
 
 
 def test_figures():

@@ -158,7 +158,7 @@ def test_nobody_waits_for_an_engine_that_has_ended(loaded: LoadedModel, monkeypa
 def test_an_answer_that_nobody_waits_for_is_not_read_on(loaded: LoadedModel) -> None:
     """Its prompt has several pieces; the next one is that of another answer."""
     lanes = Lanes(loaded.decoder.reading(refines=False), lanes=2, stop_ids=())
-    settings = dataclasses.replace(PLAIN, max_new_tokens=8)
+    settings = dataclasses.replace(PLAIN, max_new_tokens=1)
     long, short = (
         Answer(number, Prompt(0, [65 + number] * length), settings, StopSearch((), None))
         for number, length in enumerate((3 * PIECE, 4))

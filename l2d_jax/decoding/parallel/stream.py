@@ -70,7 +70,7 @@ def _evaluate(model: Model, stream: Stream, settings: Refinement, sampling: Samp
         logits = llm.logits(hidden)
         found = _estimate(logits, rows.t, stream, settings, width=width)
     count = jnp.where(stream.is_plain, 1, stages.count)
-    last = jnp.clip(count - 1 - first, 0, width - 1)[:, None, None]
+    is_last = jnp.arange(width) == jnp.clip(count - 1 - first, 0, width - 1)[:, None]
     is_plain, plain = find_plain(model, made.hidden[:, 0], logits[:, -1], stages.count, sampling)
     return _Pass(
         hidden=made.hidden[:, 0],
@@ -79,7 +79,8 @@ def _evaluate(model: Model, stream: Stream, settings: Refinement, sampling: Samp
         found=found[:, :width],
         first=first,
         is_bad=jnp.isnan(hidden[:, :width, 0]),
-        logits=jnp.take_along_axis(logits[:, :width], last, axis=1)[:, 0],
+        # A sum, since XLA would move logits between devices to gather some of them.
+        logits=jnp.where(is_last[..., None], logits[:, :width], 0).sum(axis=1),
         begun=found[:, -1],
         is_begun=~jnp.isnan(logits[:, -1, 0]),
         begun_logits=jnp.where(is_plain[:, None], plain, logits[:, -1]),

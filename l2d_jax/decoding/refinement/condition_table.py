@@ -12,6 +12,7 @@ from l2d_jax.model.diffusion_path import Conditions, DiffusionPath
 from l2d_jax.model.llm import LLM
 
 CAPACITY = 128  # largest number of evaluations in a table: 50 MB for SmolLM2-135M, 200 MB for Llama 8B
+SMALLEST = 16  # evaluations in the smallest table that `first` makes
 # Two times closer than this share of the last one are the same. Times of grids with the same end are fractions of it
 # with denominators below `CAPACITY`, so different times differ by more than twice this. The solver adds up steps in
 # float32, which moves a time by up to 1e-5 of the end.
@@ -24,6 +25,15 @@ class ConditionTable(nnx.Module):
 
     times: Float[Array, "*B n"] = nnx.data()  # infinite beyond the last
     conditions: Conditions = nnx.data()  # of shape [n, labels], or [B, n, labels]
+
+    def first(self, count: int) -> "ConditionTable":
+        """A table with room for the first `count` times; each layer reads all rows of the table to look some up."""
+        if self.times.ndim > 1:
+            return self
+        size = max(SMALLEST, 1 << (count - 1).bit_length())
+        modulation, merge, which = self.conditions
+        assert modulation is not None
+        return ConditionTable(self.times[:size], Conditions(modulation[:, :size], merge[:size], which))
 
     def at(self, t: Float[Array, "#B #M"], labels: Int[Array, "B M"] | None) -> Conditions:
         """The conditions at times of a grid, shared or per row; labels None: the null class, which is the last.

@@ -67,7 +67,7 @@ class Refinement(nnx.Module):
         found = find_solver(solver)
         if model.path is None or found.is_adaptive or max(grid.budget for grid in grids) > CAPACITY:
             return None
-        times = np.unique(np.concatenate([found.times(found.steps(grid.budget), end=grid.end) for grid in grids]))
+        times = _times(found, grids)
         if len(times) > CAPACITY:
             return None
         padded = np.pad(times, (0, CAPACITY - len(times)), constant_values=np.inf)
@@ -77,7 +77,10 @@ class Refinement(nnx.Module):
         """The settings with evaluations in parallel, if possible; `grids` has one for all sequences, or one each."""
         refines = any(grid.budget > 1 for grid in grids)
         stages = Stages.of(self.solver, grids) if self.velocity == "sample" and refines else None
-        return dataclasses.replace(self, stages=stages, window=window)
+        table = (
+            self.table if stages is None or self.table is None else self.table.first(len(_times(self.solver, grids)))
+        )
+        return dataclasses.replace(self, stages=stages, window=window, table=table)
 
     def row_temperatures(self, t: Float[Array, "B M"]) -> Float[Array, "B M"]:
         """The velocity's temperature at times of each sequence's grid."""
@@ -97,6 +100,11 @@ class Refinement(nnx.Module):
     def adaptive_end(self, sigma: float) -> Float[Array, "*b"]:
         """t at which adaptive steps end: 1 - 1/sigma as in the release, or `end` if it is earlier."""
         return jnp.minimum(self.end, 1 - 1 / sigma)
+
+
+def _times(solver: Solver, grids: Collection[Grid]) -> np.ndarray:
+    """The different times of all evaluations on these grids, in order."""
+    return np.unique(np.concatenate([solver.times(solver.steps(grid.budget), end=grid.end) for grid in grids]))
 
 
 def check_settings(config: DecodeConfig, path: PathConfig | None) -> None:
