@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from l2d_jax.distributed.sharding import platform
+from l2d_jax.distributed.sharding import axis_size, constrain, platform
 
 SAMPLE = "sample_tokens"  # scope of what runs only at a temperature above 0
 END = 1e-6  # closer to t = 1 than this, the velocity (x̂ - x_t) / (1 - t) counts as zero
@@ -71,8 +71,18 @@ def sample_rows(keys: Array, logits: Float[Array, "n V"], temperature: Float[Arr
 
 
 def arg_max(logits: Float[Array, "*B V"]) -> Int[Array, "*B"]:
-    """`jnp.argmax` over the last axis. On CPUs: first the best block, then the best entry, 20 times as fast."""
-    size = math.gcd(logits.shape[-1], 128)
+    """`jnp.argmax` over the last axis. On CPUs: first the best block, then the best entry, 20 times as fast.
+
+    Where devices share the vocabulary, each finds its best entry: XLA would move the logits between them.
+    """
+    size, devices = math.gcd(logits.shape[-1], 128), axis_size("tensor") * axis_size("stationary")
+    if platform() != "cpu" and devices > 1 and logits.shape[-1] % devices == 0:
+        blocks = logits.reshape(*logits.shape[:-1], devices, -1)
+        others = ["parts"] * (logits.ndim - 2)
+        blocks = constrain(blocks, *["gathered_batch"][: logits.ndim - 1], *others, "vocab", "hidden")
+        best, inside = blocks.max(axis=-1), jnp.argmax(blocks, axis=-1)
+        block = jnp.argmax(best, axis=-1)
+        return block * blocks.shape[-1] + jnp.take_along_axis(inside, block[..., None], axis=-1)[..., 0]
     if platform() != "cpu" or size == 1:
         return jnp.argmax(logits, axis=-1)
     blocks = logits.reshape(*logits.shape[:-1], -1, size)

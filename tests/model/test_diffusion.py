@@ -81,3 +81,13 @@ def test_arg_max_is_that_of_numpy(width: int) -> None:
     logits = np.array(jax.random.randint(jax.random.key(0), (40, width), 0, 5), np.float32)
     logits[7], logits[8, -1] = -np.inf, 9.0
     np.testing.assert_array_equal(jax.jit(diffusion.arg_max)(logits), np.argmax(logits, axis=-1))
+
+
+@pytest.mark.parametrize("devices", [2, 7])
+def test_the_arg_max_of_devices_that_share_the_vocabulary(devices: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of equal entries, of which the first counts, and of entries that are not numbers."""
+    monkeypatch.setattr(diffusion, "platform", lambda: "tpu")
+    monkeypatch.setattr(diffusion, "axis_size", {"tensor": devices, "stationary": 1}.__getitem__)
+    logits = np.random.default_rng(0).integers(0, 9, (3, 40, 14)).astype(np.float32)
+    logits[0, 1], logits[0, 2, 5], logits[0, 3, [4, 9]] = -np.inf, np.nan, np.nan
+    np.testing.assert_array_equal(diffusion.arg_max(jnp.asarray(logits)), logits.argmax(axis=-1))

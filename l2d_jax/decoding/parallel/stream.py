@@ -21,6 +21,7 @@ from l2d_jax.decoding.refinement.estimates import evaluation_keys
 from l2d_jax.decoding.refinement.settings import Refinement
 from l2d_jax.decoding.refinement.side_by_side import settle
 from l2d_jax.decoding.sampler import SamplingOptions, Tokens, sample_tokens, score_tokens, token_keys
+from l2d_jax.distributed.sharding import constrain
 from l2d_jax.model import diffusion
 from l2d_jax.model.joint_pass import DiffusionRows, joint_pass
 from l2d_jax.model.kv_cache import KVCache
@@ -71,6 +72,7 @@ def _evaluate(model: Model, stream: Stream, settings: Refinement, sampling: Samp
         found = _estimate(logits, rows.t, stream, settings, width=width)
     count = jnp.where(stream.is_plain, 1, stages.count)
     is_last = jnp.arange(width) == jnp.clip(count - 1 - first, 0, width - 1)[:, None]
+    is_last = constrain(is_last, "gathered_batch", "parts")
     is_plain, plain = find_plain(model, made.hidden[:, 0], logits[:, -1], stages.count, sampling)
     return _Pass(
         hidden=made.hidden[:, 0],
