@@ -142,12 +142,14 @@ def answer_slots(tokens: int) -> int:
 
 def prompt_bucket(tokens: int) -> int:
     """The number of tokens to which a prompt is padded to be read, where requests arrive one at a time."""
-    return max(SHORTEST_SERVED, 1 << (tokens - 1).bit_length())
+    power = max(SHORTEST_SERVED, 1 << (tokens - 1).bit_length())
+    between = 3 * power // 4  # for long prompts, to which each token attends
+    return between if power > LANE_BUCKETS[-1] and tokens <= between else power
 
 
 def lane_bucket(tokens: int) -> int:
     """The slots for the longest prompt, or the longest answer, of all lanes, where requests arrive one at a time."""
-    return next((size for size in LANE_BUCKETS if size >= tokens), prompt_bucket(tokens))
+    return next((size for size in LANE_BUCKETS if size >= tokens), 1 << (tokens - 1).bit_length())
 
 
 def pad(

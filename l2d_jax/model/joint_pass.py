@@ -5,6 +5,7 @@ row, a position after the newest known token, to which most of the path's rows b
 each token. The path's other rows belong to the LM's last token: they see its keys, which the layer has just computed.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -61,9 +62,12 @@ def joint_pass(
     is_first, count = not cache.positions.shape[1] and cache.prefix is None, tokens.shape[1]
     shared, own = layer_options(llm.architecture, length=count if is_first else None)
     places = jnp.concatenate([positions, rows.positions], axis=1)
+    kinds = _Kinds(count, rows.positions.shape[1])
     gather = partial(gather_layer, dtype=dtype, products=llm.product_dtype)
     scale, llm_scale = path.config.lora_alpha / path.config.lora_rank, 1.0 if llm.adapter is None else llm.adapter.scale
-    known, which = (None, None) if rows.conditions is None else (rows.conditions.modulation, rows.conditions.which)
+    known, which = None, None
+    if rows.conditions is not None:
+        known, which = rows.conditions.modulation, jax.tree.map(kinds.spread, rows.conditions.which)
 
     def block(x: Array, scanned: tuple[Any, ...]) -> tuple[Array, tuple[Array, Array]]:
         layers, adapter, changes, others, past, modulation, options = scanned
@@ -74,22 +78,23 @@ def joint_pass(
             modulation = jnp.stack(
                 path.modulate(path.condition(rows.t).astype(dtype), others["modulation"], *norms), axis=-2
             )
-        elif which is not None:
-            modulation = modulation[which]
-        norm_1, shift_1, gate_1, norm_2, shift_2, gate_2 = jnp.moveaxis(modulation, -2, 0)
+            modulation = kinds.spread(modulation)
+        modulation = jnp.moveaxis(modulation, -2, 0)
+        norm_1, shift_1, gate_1, norm_2, shift_2, gate_2 = modulation if which is None else modulation[:, *which]
 
         def normalize(x: Array, weight: Array, own: Array, shift: Array) -> Array:
-            return _join(llm.normalize(x[:, :count], weight), llm.normalize(x[:, count:], own) + shift)
+            return llm.normalize(x, kinds.pick(weight, own)) + kinds.pick(0.0, shift)
 
         def add(x: Array, y: Array, gate: Array, norm: Array | None) -> Array:
-            y = llm.normalize(split_rows(y), norm)
-            return x + _join(y[:, :count], gate * y[:, count:])
+            return x + kinds.pick(1.0, gate) * llm.normalize(split_rows(y), norm)
 
-        product = partial(_product, _Weights(w, updates, llm_scale, changes, scale, is_shared=is_shared), count=count)
+        product = partial(_product, _Weights(w, updates, llm_scale, changes, scale, is_shared=is_shared), kinds)
         with jax.named_scope("attention"):
             y = gather_rows(normalize(x, w.attention_norm, norm_1, shift_1), "attention_embed")
-            q, of_path = product(y, "q"), w.q_bias if others["q_bias"] is None else others["q_bias"]
-            q = _join(q[:, :count] + bias(w.q_bias, y), q[:, count:] + bias(of_path, y))
+            q, biases = product(y, "q"), bias(w.q_bias, y)
+            if others["q_bias"] is not None:
+                biases = kinds.pick(biases, others["q_bias"].astype(y.dtype)[None, None])
+            q = q + biases
             k, v = (project(y[:, :count], getattr(w, n), updates.get(n), scale=llm_scale) for n in "kv")
             k, v = k + bias(w.k_bias, y), v + bias(w.v_bias, y)
             q = llm.normalize(split_rows(q, "heads", "head_dim"), w.q_norm)
@@ -141,6 +146,33 @@ def _attend(
     return _join(attention(of_llm, k, v, kv_positions=places[0], window=window), part(of_path, places[1]))
 
 
+class _Kinds(NamedTuple):
+    """The numbers of rows of each kind: those of the LM come first.
+
+    In decoding rows are not taken apart, since a TPU copies what begins at a row that no tile begins with.
+    """
+
+    llm: int
+    path: int
+
+    def pick(self, of_llm: Array | float, of_path: Array) -> Array:
+        """Values for all rows: `of_path` has one for each, from `spread`, or one for all."""
+        is_path = jnp.arange(self.llm + self.path) >= self.llm
+        return jnp.where(is_path.reshape(-1, *[1] * (of_path.ndim - 2)), of_path, of_llm)
+
+    def spread(self, of_path: Array) -> Array:
+        """Values of the path's rows [B, M, ...] as values of all rows; those of the LM's rows are zeros."""
+        if of_path.shape[1] == 1:
+            return of_path
+        return jnp.pad(of_path, [(0, 0), (self.llm, 0), *[(0, 0)] * (of_path.ndim - 2)])
+
+    def add_to_path(self, product: Array, update: Callable[[Array], Array], y: Array) -> Array:
+        """Add an update of y to the path's rows."""
+        if self.llm > 1:  # a prompt
+            return product.at[:, self.llm :].add(update(y[:, self.llm :]))
+        return product + self.pick(0.0, update(y))
+
+
 class _Weights(NamedTuple):
     """The matrices of one layer, for the LM's rows and for the path's rows."""
 
@@ -152,24 +184,22 @@ class _Weights(NamedTuple):
     is_shared: bool  # whether the path uses the LM's matrices
 
 
-def _product(weights: _Weights, y: Array, name: str, *, count: int, dims: int = 1) -> Array:
+def _product(weights: _Weights, kinds: _Kinds, y: Array, name: str, *, dims: int = 1) -> Array:
     weight: Any = getattr(weights.llm, name)
     update, change = weights.updates.get(name), getattr(weights.path, name, None)
     if weights.is_shared:
         return project(y, weight, update, scale=weights.llm_scale, dims=dims)
-    of_llm, of_path = y[:, :count], y[:, count:]
     if isinstance(change, Lora | RowLora):
-        both = project(y, weight, dims=dims)
-        first, others = (
-            both[:, :count],
-            both[:, count:] + project_update(of_path, weight, change, scale=weights.scale, dims=dims),
-        )
+        product = project(y, weight, dims=dims)
+        of_path = partial(project_update, weight=weight, update=change, scale=weights.scale, dims=dims)
+        product = kinds.add_to_path(product, of_path, y)
     else:
         assert change is not None
-        first, others = project(of_llm, weight, dims=dims), project(of_path, change, dims=dims)
+        product = _join(project(y[:, : kinds.llm], weight, dims=dims), project(y[:, kinds.llm :], change, dims=dims))
     if update is not None:
-        first += project_update(of_llm, weight, update, scale=weights.llm_scale, dims=dims)
-    return _join(first, others)
+        of_llm = project_update(y[:, : kinds.llm], weight, update, scale=weights.llm_scale, dims=dims)
+        product = product.at[:, : kinds.llm].add(of_llm)
+    return product
 
 
 def _join(of_llm: Array, of_path: Array) -> Array:

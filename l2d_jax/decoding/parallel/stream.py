@@ -84,7 +84,7 @@ def _evaluate(model: Model, stream: Stream, settings: Refinement, sampling: Samp
         # A sum, since XLA would move logits between devices to gather some of them.
         logits=jnp.where(is_last[..., None], logits[:, :width], 0).sum(axis=1),
         begun=found[:, -1],
-        is_begun=~jnp.isnan(logits[:, -1, 0]),
+        is_begun=~jnp.isnan(logits[:, -1]).any(axis=-1),
         begun_logits=jnp.where(is_plain[:, None], plain, logits[:, -1]),
         is_plain=is_plain,
     )
