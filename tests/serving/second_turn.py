@@ -1,7 +1,7 @@
 """How long the second turn of a chat waits for its first token: `python -m tests.serving.second_turn [TOKENS]`.
 
-The model has 90 million random parameters in float32, and answers with a budget of 1 in eight lanes. Another chat of the
-same length comes first, so that all programs are compiled. The first token is sent at once.
+The model has 90 million random parameters in float32, and answers with a budget of 1 in eight lanes. Another chat of
+the same length comes first, so that all programs are compiled.
 """
 
 import json
