@@ -16,7 +16,7 @@ from tests.device.numerics import on, spread
 from tests.device.options import Options
 from tests.device.table import Rows
 
-NAMES = ("values", "gradient of the queries")
+NAMES = ("values", "gradient")
 BOUNDS = {"float32": 1e-5, "bfloat16": 2.0**-7}
 
 
@@ -142,5 +142,5 @@ def run(rows: Rows, options: Options) -> None:
                 found = ours(case, arrays, places, dtype)
                 errors = [spread(a[real], b[real]) for a, b in zip(found, wanted, strict=False)]
                 parts = ", ".join(f"{name} {error:.2g}" for name, error in zip(NAMES, errors, strict=False))
-                beside = f"difference from float64 in NumPy / its own r.m.s.: {parts}"
+                beside = f"/ r.m.s. of float64 in NumPy: {parts}"
                 rows.judge(f"{case.name}, {dtype}", max(errors), bound, beside=beside)

@@ -24,6 +24,7 @@ from tests.device.table import FAILED, LEFT_OUT, OK, REFUSED, Row, render
 
 ROOT = Path(__file__).parents[2]
 RESULTS = "device_check.json"
+QUICK = ("--xla_backend_optimization_level=0", "--xla_llvm_disable_expensive_passes=true")  # of a rehearsal
 LEAST = 15.0  # seconds: with less left, a part is not started
 ENDING = 3.0  # seconds kept for the table
 
@@ -41,7 +42,7 @@ PARTS = (
     Part("machine", 75),
     Part("numerics", 120),
     Part("attention", 75),
-    Part("answers", 90),
+    Part("answers", 120),
     Part("decoding", 120),
     Part("training", 100),
     Part("PyTorch decoding", 120, uses_jax=False),
@@ -145,6 +146,8 @@ def environment(part: Part, options: Options) -> dict[str, str]:
     variables.setdefault("CUDA_VISIBLE_DEVICES", "0")
     if options.rehearse or not part.uses_jax:
         variables["JAX_PLATFORMS"] = "cpu"
+    if options.rehearse:  # most of the time goes into compiling
+        variables["XLA_FLAGS"] = " ".join([variables.get("XLA_FLAGS", ""), *QUICK]).strip()
     return variables
 
 

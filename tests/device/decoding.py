@@ -30,8 +30,8 @@ def run(rows: Rows, options: Options) -> None:
             plain = next((row["seconds per token"] for row in figures["rows"] if row["budget"] == 1), None)
             for row in figures["rows"]:
                 seconds, budget = row["seconds per token"], row["budget"]
-                text = f"{1000 * seconds:.2f} ms per token, {row['tokens per second']:,.1f} tokens/s"
-                text += f", {row['passes per token']:.2f} passes per token" if budget > 1 else ""
+                text = f"{1000 * seconds:.2f} ms/token, {row['tokens per second']:,.1f} tokens/s"
+                text += f", {row['passes per token']:.2f} passes/token" if budget > 1 else ""
                 beside = "" if plain is None or budget == 1 else f"{seconds / plain:.2f} x budget 1 at this batch"
                 what = f"{shape}, batch {batch}, budget {budget}, {row['order']}"
                 rows.add(what, text, beside or f"{options.new} tokens, prompts of {options.prompt} not timed", **row)
@@ -39,5 +39,5 @@ def run(rows: Rows, options: Options) -> None:
             share, rate = slope["share of the read rate"], figures["read rate"]
             text = f"{1000 * slope['seconds per evaluation']:.2f} ms per evaluation, one by one"
             read = figures["bytes per evaluation"] / 1e9
-            beside = f"reads {read:.2f} GB: {share:.0%} of {rate / 1e9:,.0f} GB/s ({figures['read rate of']})"
-            rows.add(f"{shape}, batch {batch}, slope over the budget", text, beside, **slope, rate=rate)
+            beside = f"reads {read:.2f} GB, {share:.0%} of {rate / 1e9:,.0f} GB/s ({figures['read rate of']})"
+            rows.add(f"{shape}, batch {batch}, slope", text, beside, **slope, rate=rate)

@@ -34,8 +34,10 @@ def run(rows: Rows, options: Options) -> None:
         rows.add(REFUSED, f"this check needs a GPU, and {found}: {remedy}")
         return
     assert device is not None
-    versions = {"python": platform.python_version(), **{name: version(name) for name in LIBRARIES}}
-    rows.add("versions", ", ".join(f"{name} {number}" for name, number in versions.items()), **versions)
+    versions = {**{name: version(name) for name in LIBRARIES}, "python": platform.python_version()}
+    for some in (LIBRARIES[:3], [*LIBRARIES[3:], "python"]):
+        found = {name: versions[name] for name in some}
+        rows.add("versions", ", ".join(f"{name} {number}" for name, number in found.items()), **found)
     limit = (device.memory_stats() or {}).get("bytes_limit", 0) / 2**30
     memory = f", {limit:.0f} GiB for JAX" if limit else ""
     runtime = " ".join(device.client.platform_version.split())

@@ -47,19 +47,20 @@ BUDGETS, NEW = (1, 3, 15), 16  # of decoded tokens
 def small_model(dtype: str, **path: Any) -> Model:
     """A fixed model with all of its parameters random; its language model is rounded to bfloat16 in either dtype."""
     architecture = Architecture.from_hf(BASE)
-    llm = _narrower(tiny.randomise(LLM.declare(architecture, dtype="bfloat16"), seed=0))
-    llm = jax.tree.map(lambda leaf: leaf.astype(dtype), llm)
-    changes = tiny.randomise(DiffusionPath.declare(tiny.path_config(**path), architecture), seed=1)
-    return Model.build(llm, _narrower(changes))
+    llm = _random(LLM.declare(architecture, dtype="bfloat16"), dtype, seed=0)
+    return Model.build(llm, _random(DiffusionPath.declare(tiny.path_config(**path), architecture), "float32", seed=1))
 
 
-def _narrower(tree: Any) -> Any:
-    """Values for layers four times as wide as those of `tiny`: all but those of norms are halved."""
+def _random(declared: Any, dtype: str, *, seed: int) -> Any:
+    """Random values, rounded as declared: layers are four times as wide as those of `tiny`, so these are halved."""
+    rng = np.random.default_rng(seed)
 
-    def halve(path: Any, leaf: jax.Array) -> jax.Array:
-        return leaf if "norm" in jax.tree_util.keystr(path) else (leaf / 2).astype(leaf.dtype)
+    def values(path: Any, leaf: Any) -> jax.Array:
+        mean, deviation = tiny.scale(jax.tree_util.keystr(path))
+        made = rng.normal(mean, deviation if mean else deviation / 2, leaf.shape)
+        return jnp.asarray(made.astype(leaf.dtype).astype(dtype))  # in NumPy, which compiles nothing
 
-    return jax.tree_util.tree_map_with_path(halve, tree)
+    return jax.tree_util.tree_map_with_path(values, declared)
 
 
 @contextmanager
@@ -81,15 +82,20 @@ def compute(dtype: str) -> Arrays:
     weights = (np.arange(LENGTH) < np.array([[64], [50], [20]])).astype(np.float32)
     places = jnp.asarray(tokens[:, :-1]), None, jnp.asarray(tokens[:, 1:])
     batch = Batch(*places, jnp.asarray(weights), jnp.zeros(ROWS, jnp.int32))
-    context = jax.jit(read_context)(model.llm, batch)
-    found: dict[str, Any] = {"logits of the language model": jax.jit(LLM.logits)(model.llm, context.hidden)}
     x = 32 * rng.normal(size=(ROWS, LENGTH, model.path.config.width)).astype(np.float32)
-    found[f"logits of the path, t = {T}"] = logits_at(model, context, x, T)
-    run = jax.jit(jax.value_and_grad(lambda path, *rest: diffusion_loss(path, *rest)[0]))
-    found["loss of a training step"], gradients = run(model.path, model.llm, batch, jax.random.key(5))
+    plain, refined, loss, gradients = jax.jit(_all_arrays)(model, batch, x, jax.random.key(5))
+    found = {"logits of the language model": plain, f"logits of the path, t = {T}": refined}
+    found["loss of a training step"] = loss
     leaves = [np.asarray(leaf).ravel() for leaf in jax.tree.leaves(gradients)]
     found["gradients of a training step"] = np.concatenate(leaves)
     return {name: np.asarray(array, np.float64) for name, array in found.items()}
+
+
+def _all_arrays(model: Model, batch: Batch, x: jax.Array, key: jax.Array) -> tuple[Any, ...]:
+    """One program, for one compilation."""
+    context = read_context(model.llm, batch)
+    loss, gradients = jax.value_and_grad(lambda path: diffusion_loss(path, model.llm, batch, key)[0])(model.path)
+    return model.llm.logits(context.hidden), logits_at(model, context, x, T), loss, gradients
 
 
 def decode() -> dict[int, list[list[int]]]:
@@ -115,7 +121,7 @@ def run(rows: Rows, options: Options) -> None:
     cpu, device = jax.devices("cpu")[0], jax.devices()[-1 if options.rehearse else 0]
     with on(cpu, "highest"):
         exact = compute("float32")
-    with rows.guard("float32, products in full"), on(device, "highest"):
+    with rows.guard("float32"), on(device, "highest"):
         judge_full(rows, compute("float32"), exact)
     with rows.guard("float32, decoded tokens"):
         with on(cpu, "highest"):
@@ -128,14 +134,14 @@ def run(rows: Rows, options: Options) -> None:
         with on(device, None):
             judge_rounded(rows, compute("bfloat16"), exact, near, name="bfloat16")
             coarse = compute("float32")
-        judge_rounded(rows, coarse, exact, near, name="float32, products by default", finer=FINER)
+        judge_rounded(rows, coarse, exact, near, name="TF32 allowed", finer=FINER)
 
 
 def judge_full(rows: Rows, found: Arrays, exact: Arrays) -> None:
     """A row for each array in float32."""
-    beside = "largest difference from the CPU / largest entry"
+    beside = "largest difference from the CPU / its largest entry"
     for name, array in exact.items():
-        rows.judge(f"float32, products in full: {name}", largest(found[name], array), FULL, beside=beside)
+        rows.judge(f"float32: {name}", largest(found[name], array), FULL, beside=beside)
 
 
 def judge_tokens(rows: Rows, found: dict[int, list[list[int]]], wanted: dict[int, list[list[int]]]) -> None:
@@ -153,5 +159,5 @@ def judge_rounded(rows: Rows, found: Arrays, exact: Arrays, near: Arrays, *, nam
     for what, array in exact.items():
         if array.ndim:  # one number, the loss, may be right by chance
             error, allowed = spread(found[what], array), spread(near[what], array)
-            beside = f"error (r.m.s.) / exact value; the CPU's in bfloat16: {allowed:.3g}"
+            beside = f"r.m.s. error / exact value; {allowed:.3g} on the CPU in bfloat16"
             rows.judge(f"{name}: {what}", error, ROUNDINGS / finer * allowed, beside=beside)

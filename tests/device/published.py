@@ -79,7 +79,7 @@ def decode(rows: Rows, options: Options, model: Any, *, kind: str) -> None:
 
         long, short = (median(generate, length) for length in (NEW + 1, 1))
         seconds = (long - short) / NEW
-        text = f"{1000 * seconds:.2f} ms per token, {batch / seconds:,.1f} tokens/s"
+        text = f"{1000 * seconds:.2f} ms/token, {batch / seconds:,.1f} tokens/s"
         figures = {"seconds per token": seconds, "batch": batch, "budget": budget}
         rows.add(f"{kind}, batch {batch}, budget {budget}", text, beside_ours(options, figures), **figures)
 

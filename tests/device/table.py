@@ -10,7 +10,7 @@ from typing import Any
 
 OK, FAILED, LEFT_OUT, MEASURED = "ok", "FAILED", "left out", "measured"  # statuses of a row
 REFUSED = "no GPU"  # what the first part says in place of versions
-LONGEST = {"what": 60, "result": 84, "beside": 92}  # characters of a column; what is longer is cut
+LONGEST = {"what": 54, "result": 64, "beside": 84}  # characters of a column; what is longer is cut
 
 
 @dataclass(frozen=True)
@@ -68,8 +68,11 @@ def read_rows(file: Path) -> list[Row]:
 
 def render(rows: Sequence[Row]) -> str:
     """The table as text, with a line of dashes before each part."""
-    names = ("part", "what", "result", "divided by, or compared with", "status")
-    cells = [names, *((row.part, *_cut(row), row.status) for row in rows)]
+    names = ("part", "what", "result", "status", "divided by, or compared with")
+    cells = [names]
+    for row in rows:
+        what, result, beside = _cut(row)
+        cells.append((row.part, what, result, row.status, beside))
     widths = [max(len(cell[column]) for cell in cells) for column in range(len(names))]
     lines, before = [], ""
     for cell in cells:
