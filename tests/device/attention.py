@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from l2d_jax.model.attention import attention, causal_mask
+from l2d_jax.model.attention import attention
 from tests.device.numerics import on, spread
 from tests.device.options import Options
 from tests.device.table import Rows
@@ -69,7 +69,11 @@ def inputs(case: Case) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     if case.segments > 1:
         places |= {"kv_segments": numbers, "q_segments": np.repeat(numbers, case.copies, axis=1)}
     queries, keys = (case.rows, places["q_positions"].shape[1]), (case.rows, case.slots)
-    shapes = {"q": (*queries, n, case.width), "k": (*keys, k, case.width), "v": (*keys, k, case.width)}
+    shapes: dict[str, tuple[int, ...]] = {
+        "q": (*queries, n, case.width),
+        "k": (*keys, k, case.width),
+        "v": (*keys, k, case.width),
+    }
     shapes |= {"direction": (*queries, n, case.width)}
     if case.prefix:
         shapes |= dict.fromkeys(("prefix_k", "prefix_v"), (case.prefix, k, case.width))
@@ -82,7 +86,8 @@ def exact(case: Case, arrays: dict[str, np.ndarray], places: dict[str, np.ndarra
     wide = {name: array.astype(np.float64) for name, array in arrays.items()}
     group = case.heads[0] // case.heads[1]
     k, v = (np.repeat(wide[name], group, axis=2) for name in ("k", "v"))
-    mask = np.array(causal_mask(*(places[name] for name in ("q_positions", "kv_positions")), case.window))
+    behind = places["q_positions"][:, :, None] - places["kv_positions"][:, None]
+    mask = (behind >= 0) & (places["kv_positions"][:, None] >= 0) & (behind < (case.window or np.inf))
     if "q_segments" in places:
         mask &= places["q_segments"][:, :, None] == places["kv_segments"][:, None]
     if case.prefix:  # every query sees all of it

@@ -1,5 +1,7 @@
 """Measures decoding as `l2d benchmark decode` does, with random weights: first one batch size, last the others."""
 
+from typing import Any
+
 from l2d_jax.config.config_file import read_config, split_overrides
 from l2d_jax.config.schema import Config
 from l2d_jax.distributed.runtime import start_jax
@@ -25,7 +27,7 @@ def run(rows: Rows, options: Options) -> None:
         rows.add("-", "--batches names one size only", status=LEFT_OUT)
     for batch in batches:
         with rows.guard(f"{shape}, batch {batch}"):
-            sizes = {"budgets": options.budgets, "prompt": options.prompt, "new": options.new}
+            sizes: Any = {"budgets": options.budgets, "prompt": options.prompt, "new": options.new}
             figures = measure_decoding(config, mesh, batches=[batch], **sizes)
             plain = next((row["seconds per token"] for row in figures["rows"] if row["budget"] == 1), None)
             for row in figures["rows"]:

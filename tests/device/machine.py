@@ -36,8 +36,8 @@ def run(rows: Rows, options: Options) -> None:
     assert device is not None
     versions = {**{name: version(name) for name in LIBRARIES}, "python": platform.python_version()}
     for some in (LIBRARIES[:3], [*LIBRARIES[3:], "python"]):
-        found = {name: versions[name] for name in some}
-        rows.add("versions", ", ".join(f"{name} {number}" for name, number in found.items()), **found)
+        shown = {name: versions[name] for name in some}
+        rows.add("versions", ", ".join(f"{name} {number}" for name, number in shown.items()), **shown)
     limit = (device.memory_stats() or {}).get("bytes_limit", 0) / 2**30
     memory = f", {limit:.0f} GiB for JAX" if limit else ""
     runtime = " ".join(device.client.platform_version.split())
@@ -52,4 +52,4 @@ def run(rows: Rows, options: Options) -> None:
             multiply, operations = matrix_products(size, dtype=dtype)
             rate = operations / medians(multiply)[0]
             how = f"{PRODUCTS} products of {size} x {size} matrices, at JAX's default precision"
-            rows.add(f"matrix products, {dtype}", f"{rate / 1e12:,.1f} TFLOP/s", how, rate=rate)
+            rows.add(f"matrix products, {dtype}", f"{rate / 1e12:,.3g} TFLOP/s", how, rate=rate)

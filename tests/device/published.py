@@ -32,6 +32,8 @@ def run(rows: Rows, options: Options) -> None:
         return
     torch.manual_seed(0)
     device = "cpu" if options.rehearse else "cuda"
+    if options.rehearse:
+        torch.set_num_threads(1)  # tiny products would wait for other threads
     measure = {"PyTorch decoding": decode, "PyTorch training": train}[rows.part]
     with rows.guard("eager"):
         measure(rows, options, build(options, device), kind="eager")
@@ -69,7 +71,7 @@ def decode(rows: Rows, options: Options, model: Any, *, kind: str) -> None:
     prompts = torch.randint(vocabulary, (batch, options.prompt), device=model.device)
     chosen: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "solver": "midpoint"}
     if kind == "compiled":
-        model.forward = torch.compile(model.forward)
+        model.forward = torch.compile(model.forward, backend=backend(options))
         chosen |= {"cache_implementation": "static", "disable_compile": True}  # compiled here, not by transformers
     for budget in options.budgets if kind == "eager" else [max(options.budgets)]:
 
@@ -80,8 +82,13 @@ def decode(rows: Rows, options: Options, model: Any, *, kind: str) -> None:
         long, short = (median(generate, length) for length in (NEW + 1, 1))
         seconds = (long - short) / NEW
         text = f"{1000 * seconds:.2f} ms/token, {batch / seconds:,.1f} tokens/s"
-        figures = {"seconds per token": seconds, "batch": batch, "budget": budget}
+        figures: Any = {"seconds per token": seconds, "batch": batch, "budget": budget}
         rows.add(f"{kind}, batch {batch}, budget {budget}", text, beside_ours(options, figures), **figures)
+
+
+def backend(options: Options) -> str:
+    """What compiles the graphs; a rehearsal only runs them as they were traced, since C++ on CPUs takes minutes."""
+    return "eager" if options.rehearse else "inductor"
 
 
 def beside_ours(options: Options, theirs: dict[str, Any]) -> str:
@@ -106,7 +113,7 @@ def train(rows: Rows, options: Options, model: Any, *, kind: str) -> None:
     )
     weights = [weight for weight in model.train().parameters() if weight.requires_grad]
     adam = torch.optim.AdamW(weights, lr=1e-4, fused=is_on_gpu)
-    forward = torch.compile(model) if kind == "compiled" else model
+    forward = torch.compile(model, backend=backend(options)) if kind == "compiled" else model
 
     def step() -> None:
         total = 0.0
@@ -131,7 +138,8 @@ def train(rows: Rows, options: Options, model: Any, *, kind: str) -> None:
         else "JAX was not measured"
     )
     name = f"{kind}, {count} x {options.torch_rows} rows of {options.length} tokens"
-    rows.add(name, text, beside, **{"tokens per second": trained / seconds, "seconds per step": seconds})
+    figures: Any = {"tokens per second": trained / seconds, "seconds per step": seconds}
+    rows.add(name, text, beside, **figures)
 
 
 def median(work: Callable[..., None], *given: Any) -> float:

@@ -10,7 +10,7 @@ from typing import Any
 
 OK, FAILED, LEFT_OUT, MEASURED = "ok", "FAILED", "left out", "measured"  # statuses of a row
 REFUSED = "no GPU"  # what the first part says in place of versions
-LONGEST = {"what": 54, "result": 64, "beside": 84}  # characters of a column; what is longer is cut
+LONGEST = {"what": 54, "result": 64, "beside": 104}  # characters of a column; what is longer is cut
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def render(rows: Sequence[Row]) -> str:
         what, result, beside = _cut(row)
         cells.append((row.part, what, result, row.status, beside))
     widths = [max(len(cell[column]) for cell in cells) for column in range(len(names))]
-    lines, before = [], ""
+    lines, before = list[str](), ""
     for cell in cells:
         if cell[0] != before and lines:
             lines.append("-" * (sum(widths) + 2 * len(widths) - 2))

@@ -23,8 +23,8 @@ def run(rows: Rows, options: Options) -> None:
     text = f"{speed:,.0f} tokens/s, {figures['seconds per step']:.3f} s per step"
     rows.add(name, text, f"remat {remat}, {accumulation} micro-batch(es), AdamW", **numbers)
     useful, share = figures["useful GFLOP/s"], figures["share of the matrix product's rate"]
-    beside = f"{share:.0%} of {peak / 1e3:,.1f}, the rate of matrix products in the same minutes"
-    rows.add("useful operations", f"{useful / 1e3:,.2f} TFLOP/s", beside, share=share)
+    beside = f"{share:.0%} of {peak / 1e3:,.3g}, the rate of matrix products in the same minutes"
+    rows.add("useful operations", f"{useful / 1e3:,.3g} TFLOP/s", beside, share=share)
     for part, figure in figures["parts"].items():
         seconds, flops = figure["seconds"], figure["FLOPs"]
         beside = f"{seconds / figures['seconds per step']:.0%} of the step"
