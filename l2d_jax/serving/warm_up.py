@@ -17,8 +17,8 @@ from l2d_jax.serving.models import Catalogue, ServedModel
 from l2d_jax.serving.work import EndingError, FullError, Work
 
 SHORT, LONG = 32, 2 * PIECE + 1  # tokens of prompts; a long one is read in pieces
-OTHERS = (48, 96, 192, 384)  # tokens of further prompts, one for each number of slots
-TAILS = (16, 48, 112, 144)  # numbers of tokens that follow a known beginning
+OTHERS = (96, 192, 384)  # tokens of further prompts, one for each number of slots
+TAILS = (48, 112, 144)  # numbers of tokens that follow a known beginning
 LONGER = 512  # tokens of an answer that needs more room than usual ones
 LAST = 12  # tokens after which no further program follows: more than are decoded at a time
 OPTIONS = {"budget", "logprobs", "response_format"}

@@ -26,7 +26,7 @@ from l2d_jax.model.l2d import Model
 PIECE = 256  # prompts with more than twice this number of tokens are read in pieces of this size
 FIXED = (32, 64, 128)  # sizes of the last piece of a prompt for deterministic answers
 WHOLE = FIXED[-1]  # size of all its other pieces
-AFTER_PREFIX = (*FIXED, PIECE)  # sizes of a piece after a prefix from the cache; few, for few programs
+AFTER_PREFIX = (64, 128, PIECE)  # sizes of a piece after a prefix from the cache; few, for few programs
 
 
 class Service(NamedTuple):
