@@ -19,7 +19,7 @@ from l2d_jax.distributed import sharding
 SHORTEST_BUCKET = 32  # tokens
 # Where requests arrive one at a time, buckets are few, since prompts and answers of all lengths meet in the same lanes.
 SHORTEST_SERVED = 64  # tokens that a prompt is padded to
-LANE_BUCKETS = (256, 1024)  # tokens; larger ones are powers of 2
+LANE_BUCKETS = (256, 1024)  # tokens; larger ones are powers of 2, and three quarters of them
 CHUNK = 8  # tokens decoded between two pieces of output; the slots for an answer are a multiple of it
 LONG = 16  # evaluations; a token that takes more is a chunk by itself, so that others do not wait for a whole chunk
 SAMPLES = (1, 2, 4, 8, 16, 128, 1024, 4096)  # numbers of noise samples for which programs are compiled
@@ -149,7 +149,7 @@ def prompt_bucket(tokens: int) -> int:
 
 def lane_bucket(tokens: int) -> int:
     """The slots for the longest prompt, or the longest answer, of all lanes, where requests arrive one at a time."""
-    return next((size for size in LANE_BUCKETS if size >= tokens), 1 << (tokens - 1).bit_length())
+    return next((size for size in LANE_BUCKETS if size >= tokens), prompt_bucket(tokens))
 
 
 def pad(
