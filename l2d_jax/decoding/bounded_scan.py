@@ -22,6 +22,6 @@ def bounded_scan(
     def body(number: Int[Array, ""], carried: tuple[Any, Any]) -> tuple[Any, Any]:
         carry, outputs = carried
         carry, new = step(carry, None)
-        return carry, jax.tree.map(lambda all, one: all.at[number].set(one), outputs, new)
+        return carry, jax.tree.map(lambda rows, row: rows.at[number].set(row), outputs, new)
 
     return jax.lax.fori_loop(0, limit, body, (carry, outputs))

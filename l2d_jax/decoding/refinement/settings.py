@@ -77,9 +77,11 @@ class Refinement(nnx.Module):
         """The settings with evaluations in parallel, if possible; `grids` has one for all sequences, or one each."""
         refines = any(grid.budget > 1 for grid in grids)
         stages = Stages.of(self.solver, grids) if self.velocity == "sample" and refines else None
-        table = (
-            self.table if stages is None or self.table is None else self.table.first(len(_times(self.solver, grids)))
-        )
+        table = self.table
+        if (
+            stages is not None and table is not None and len(grids) == 1
+        ):  # of many grids, one size of a table serves all
+            table = table.first(len(_times(self.solver, grids)))
         return dataclasses.replace(self, stages=stages, window=window, table=table)
 
     def row_temperatures(self, t: Float[Array, "B M"]) -> Float[Array, "B M"]:
