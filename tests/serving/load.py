@@ -166,6 +166,9 @@ def main() -> None:
         row("clients that left", str(len(together) - len(whole)))
         equal = sum(said.answer == other.answer for said, other in zip(together, alone, strict=True))
         row("answers equal to those one by one", f"{equal} of {len(whole)}")
+        for body, said, other in zip(bodies, together, alone, strict=True):
+            if said.answer not in (None, other.answer):
+                print(f"{json.dumps(body)}\none by one: {other.answer}\ntogether: {said.answer}", file=sys.stderr)
         row("memory", f"{after_half} after half of them, {memory()} after all")
         end(url, server, bodies)
     sys.exit(equal < len(whole))
