@@ -72,7 +72,7 @@ def requests(count: int, models: Mapping[str, Sequence[int]], *, has_tools: bool
 
 
 def ask(url: str, body: dict[str, Any], *, leaves: bool) -> Said:
-    """Send a request and read the reply; a client that leaves closes the connection after the first words."""
+    """Send a request and read the reply; a client that leaves closes the connection after the first words or call."""
     began, address = time.monotonic(), f"{url}/v1/chat/completions"
     if not body["stream"] and not leaves:
         reply = httpx.post(address, json=body, timeout=WAIT).json()
@@ -81,7 +81,7 @@ def ask(url: str, body: dict[str, Any], *, leaves: bool) -> Said:
         calls = [call["function"] for call in choice["message"].get("tool_calls") or ()]
         answer = [choice["message"]["content"] or "", calls, choice["finish_reason"]]
         return Said(answer, usage["completion_tokens"], usage["evaluations"], time.monotonic() - began)
-    text, ending, usage = "", None, {"completion_tokens": 0, "evaluations": 0}
+    text, has_begun, ending, usage = "", False, None, {"completion_tokens": 0, "evaluations": 0}
     body = {**body, "stream": True, "stream_options": {"include_usage": True}}
     with httpx.stream("POST", address, json=body, timeout=WAIT) as stream:
         stream.raise_for_status()
@@ -92,8 +92,9 @@ def ask(url: str, body: dict[str, Any], *, leaves: bool) -> Said:
                 usage = chunk.get("usage") or usage
                 for choice in chunk["choices"]:
                     text += choice["delta"].get("content") or ""
+                    has_begun |= bool(text or choice["delta"].get("tool_calls"))
                     ending = choice["finish_reason"] or ending
-                if text and leaves:
+                if has_begun and leaves:
                     return Said(None, 0, 0, time.monotonic() - began)
         assert line == "data: [DONE]" or not line
     return Said([text, [], ending], usage["completion_tokens"], usage["evaluations"], time.monotonic() - began)
