@@ -34,7 +34,7 @@ def decode_tokens(  # noqa: PLR0913 (how to decode, and how far)
 ) -> tuple[State, Tokens]:
     """Generate `steps` tokens per sequence. Sequences that have ended are filled with the first of the `stop_ids`.
 
-    With a `limit`, only so many tokens are generated, and the others are zeros.
+    With a `limit`, only the first `limit` tokens are generated, and the others are zeros.
     A sequence ends at one of the `stop_ids`, or where a logit is NaN, which `State.broken` records.
     """
     chosen: dict[str, Any] = {"noise_samples": noise_samples, "draws": sampling.draws, "labels": labels}

@@ -147,7 +147,7 @@ def _attend(
 
 
 class _Kinds(NamedTuple):
-    """The numbers of rows of each kind: those of the LM come first.
+    """The numbers of rows of each kind: the LM's rows come first.
 
     In decoding rows are not taken apart, since a TPU copies what begins at a row that no tile begins with.
     """
@@ -161,7 +161,7 @@ class _Kinds(NamedTuple):
         return jnp.where(is_path.reshape(-1, *[1] * (of_path.ndim - 2)), of_path, of_llm)
 
     def spread(self, of_path: Array) -> Array:
-        """Values of the path's rows [B, M, ...] as values of all rows; those of the LM's rows are zeros."""
+        """Values of the path's rows [B, M, ...] as values of all rows, with zeros for the LM's rows."""
         if of_path.shape[1] == 1:
             return of_path
         return jnp.pad(of_path, [(0, 0), (self.llm, 0), *[(0, 0)] * (of_path.ndim - 2)])

@@ -20,6 +20,7 @@ from l2d_jax.decoding.grammar import Grammar
 from l2d_jax.decoding.requests import Prompt, Request, Restrictions
 from l2d_jax.model.l2d import Model
 from tests.support import tiny
+from tests.support.answers import differing_tokens
 from tests.support.marks import slow
 
 SOLVERS = {"euler": (1, 4, 9, 15), "midpoint": (1, 3, 9, 15), "rk4": (1, 5, 9, 13), "restart": (1, 4, 9, 15)}
@@ -100,9 +101,7 @@ def count_differences(name: str, estimate: str, use: str, *, count: int, new: in
     """The tokens that differ, and all tokens."""
     model, request = make(name, estimate, use, count=count, new=new)
     wanted, found = (answer(model, request, way, lanes=lanes) for way in ("off", "on"))
-    differ = sum(a != b for pair in zip(wanted, found, strict=True) for a, b in zip(*pair, strict=False))
-    differ += sum(abs(len(a) - len(b)) for a, b in zip(wanted, found, strict=True))
-    return differ, sum(map(len, wanted))
+    return differing_tokens(found, wanted), sum(map(len, wanted))
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ that are filled again in the middle of the others' answers. In float32 with prod
 products are by default, a GPU rounds factors to TF32 in some kernels and not in others: differences are only counted.
 """
 
-from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -28,6 +27,7 @@ from l2d_jax.model.l2d import Model
 from tests.device.numerics import BASE, on, small_model
 from tests.device.options import Options
 from tests.device.table import FAILED, MEASURED, OK, Rows
+from tests.support.answers import differing_tokens
 
 BATCH, PROMPT, NEW, BUDGET = 4, 12, 24, 15
 LANES, QUESTIONS = 3, 7
@@ -110,12 +110,6 @@ def count(
     rows: Rows, what: str, found: list[list[int]], wanted: list[list[int]], beside: str, *, is_judged: bool
 ) -> None:
     """A row with the number of tokens that differ."""
-    differ, total = differences(found, wanted), sum(map(len, wanted))
+    differ, total = differing_tokens(found, wanted), sum(map(len, wanted))
     status = MEASURED if not is_judged else FAILED if differ else OK
     rows.add(what, f"{differ} of {total} tokens differ", beside, status=status, differ=differ, tokens=total)
-
-
-def differences(found: Iterable[list[int]], wanted: Iterable[list[int]]) -> int:
-    """The number of places in which answers differ; places that only one has count too."""
-    pairs = zip(found, wanted, strict=True)
-    return sum(sum(a != b for a, b in zip(*pair, strict=False)) + abs(len(pair[0]) - len(pair[1])) for pair in pairs)

@@ -37,7 +37,7 @@ def ask(url: str, messages: list[dict[str, str]], **options: Any) -> tuple[float
 
 
 def chat(url: str, name: str, tokens: int, **options: Any) -> list[tuple[float, dict[str, Any]]]:
-    """Two turns of a chat, whose first question has about so many tokens."""
+    """Two turns of a chat, whose first question has about `tokens` tokens."""
     question = (f"{name}: " + "the quick brown fox jumps over the lazy dog. " * tokens)[:tokens]
     messages = [{"role": "user", "content": question}]
     first, answer, usage = ask(url, messages, **options)

@@ -16,6 +16,7 @@ from jaxtyping import Array, Bool
 
 from l2d_jax.decoding.batch.lane_options import LaneOptions, Options
 from l2d_jax.decoding.batch.lane_paths import LanePaths
+from l2d_jax.decoding.batch.places import Places
 from l2d_jax.decoding.batch.prompt_reader import NO_SERVICE, PIECE, PromptReader, Service, answers_room
 from l2d_jax.decoding.buckets import CHUNK, is_long, sample_bucket
 from l2d_jax.decoding.decode import token_decoder
@@ -33,7 +34,7 @@ from l2d_jax.model.l2d import Model
 READ = 16  # reading this number of prompt tokens takes about as long as an evaluation of all lanes
 
 
-class Lanes:
+class Lanes(Places):
     """Decodes any number of answers, `lanes` at a time. All share solver, velocity, noise samples and reader."""
 
     def __init__(
@@ -60,7 +61,7 @@ class Lanes:
         assert service == NO_SERVICE or group == 1
         self._paths = LanePaths(model, lanes) if service.are_mixed else None
         self._model = model
-        self._answers: list[Answer | None] = [None] * lanes
+        super().__init__(lanes)
         self._stop_ids = tuple(stop_ids) or (-1,)  # -1 fills ended answers if there is no stop token
         self._ends = jnp.array(self._stop_ids, jnp.int32)
         self._group = group
@@ -86,16 +87,6 @@ class Lanes:
     def model(self) -> Model:
         """The model that decodes."""
         return self._model if self._paths is None else self._paths.model
-
-    @property
-    def free(self) -> int:
-        """The number of lanes without an answer."""
-        return self._answers.count(None)
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether no answer is running."""
-        return self.free == len(self._answers)
 
     @property
     def _is_running(self) -> bool:

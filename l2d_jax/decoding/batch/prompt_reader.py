@@ -143,7 +143,7 @@ class PromptReader:
     def _pieces(self, length: int, *, known: int, slots: int, piece: int | None) -> list[tuple[int, int]]:
         """The pieces of prompts to read, of which `known` tokens are in the cache: first token and size of each.
 
-        There are none if the prompts, of which the longest has so many tokens, are read at once.
+        There are none if the prompts are read at once; `length` is the number of tokens of the longest.
         """
         if self._context is not None:
             last = (length - 1) // WHOLE * WHOLE

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from l2d_jax.decoding.batch.lane_options import LaneOptions, Options
+from l2d_jax.decoding.batch.places import Places
 from l2d_jax.decoding.batch.prompt_reader import PromptReader
 from l2d_jax.decoding.buckets import CHUNK, answer_slots, sample_bucket
 from l2d_jax.decoding.parallel.pace import Order, Pace
@@ -43,7 +44,7 @@ class EndedSearch(NamedTuple):
     passes: int  # passes over the weights, counted for each running beam
 
 
-class SearchLanes:
+class SearchLanes(Places):
     """Searches for any number of answers of one request, `lanes` at a time."""
 
     def __init__(self, model: Model, request: Request, config: SearchConfig, *, lanes: int) -> None:
@@ -56,7 +57,7 @@ class SearchLanes:
           lanes: number of prompts searched at a time.
         """
         self._model, self._config = model, config
-        self._answers: list[Answer | None] = [None] * lanes
+        super().__init__(lanes)
         restrictions, stop_ids = request.restrictions, request.stop_ids
         pace = Pace(model, lanes * config.beams)
         mask = allow(model.llm.architecture.vocab_size, allowed=restrictions.allowed, banned=restrictions.banned)
@@ -70,16 +71,6 @@ class SearchLanes:
         self._stop_ids, self._draws = stop_ids, sample_bucket(request.settings.draws)
         self._beams: Beams | None = None
         self._options: Options | None = None  # for the running searches; None: to be made anew
-
-    @property
-    def free(self) -> int:
-        """The number of lanes without a search."""
-        return self._answers.count(None)
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether no search is running."""
-        return self.free == len(self._answers)
 
     def admit(self, answers: Sequence[Answer], *, group: int) -> None:
         """Give each answer a free lane, and read its prompt. The first answers must fill all lanes.
