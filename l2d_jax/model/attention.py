@@ -24,15 +24,15 @@ BLOCK = 512  # largest number of queries and keys in a tile of splash attention
 FEW = 16  # rows per device: with fewer, a separate `shard_map` program gains nothing
 EMPTY = -1e30  # score of a masked slot: finite, for queries that see no key; it is never scaled, which would round it
 SCORES = 2**25  # largest number of scores that XLA holds at once, if halving the queries can achieve it
-# Keys and values, each [B, S, K, H], or [P, K, H] for all rows; and a mask [B, T, S], None: every query sees them.
+# Keys and values, each [B, K, S, H], or [K, P, H] for all rows; and a mask [B, T, S], None: every query sees them.
 Part: TypeAlias = tuple[Array, Array, Array | None]
 NAME = "attention"  # checkpoint name of the kernel's output, so that rematerialisation may save it
 
 
 def attention(  # noqa: PLR0913 (keys have places, queries have places, and both have their values)
     q: Float[Array, "B T N H"],
-    k: Float[Array, "B S K H"],
-    v: Float[Array, "B S K H"],
+    k: Float[Array, "B K S H"],
+    v: Float[Array, "B K S H"],
     *,
     kv_positions: Int[Array, "B S"],
     q_positions: Int[Array, "B T"] | None = None,
@@ -60,15 +60,15 @@ def attention(  # noqa: PLR0913 (keys have places, queries have places, and both
     """
     platform = sharding.platform()
     if q_positions is None:
-        if platform == "tpu" and window is None and is_tiled(k.shape[1]):
+        if platform == "tpu" and window is None and is_tiled(k.shape[2]):
             return splash(q, k, v, jnp.where(kv_positions < 0, -1, 0 if kv_segments is None else kv_segments))
-        copies = q.shape[1] // k.shape[1]
+        copies = q.shape[1] // k.shape[2]
         q_positions = jnp.repeat(kv_positions, copies, axis=1)
         q_segments = None if kv_segments is None else jnp.repeat(kv_segments, copies, axis=1)
     mask = causal_mask(q_positions, kv_positions, window) if mask is None else mask
     if q_segments is not None and kv_segments is not None:
         mask &= kv_segments[:, None, :] == q_segments[:, :, None]
-    parts = [part for part in (*others, (k, v, mask)) if part[0].shape[-3] > 0]  # a cache may have no slots
+    parts = [part for part in (*others, (k, v, mask)) if part[0].shape[-2] > 0]  # a cache may have no slots
     return _masked_attention(q, parts, platform=platform)
 
 
@@ -97,10 +97,11 @@ def _masked_attention(q: Array, parts: Sequence[Part], *, platform: str) -> Floa
         if q.shape[1] == 1:
             return _single_query(q, list(zip(keys, values, masks, strict=True)))
         if len(masks) == 1 and masks[0] is not None:
-            return jax.nn.dot_product_attention(q, keys[0], values[0], mask=masks[0][:, None], implementation=kernel)
+            k, v = keys[0].swapaxes(1, 2), values[0].swapaxes(1, 2)
+            return jax.nn.dot_product_attention(q, k, v, mask=masks[0][:, None], implementation=kernel)
         return _attention_to_parts(q, list(zip(keys, values, masks, strict=True)))
 
-    pieces, scores = 1, q.size // q.shape[3] * sum(k.shape[-3] for k in keys)
+    pieces, scores = 1, q.size // q.shape[3] * sum(k.shape[-2] for k in keys)
     while kernel == "xla" and scores > SCORES * pieces and q.shape[1] % (2 * pieces) == 0:
         pieces *= 2
     if pieces == 1:
@@ -120,11 +121,11 @@ def _single_query(q: Array, parts: Sequence[Part]) -> Float[Array, "B 1 N H"]:
     the softmax.
     """
     q, parts = q[:, 0], [(k, v, None if mask is None else mask[:, 0]) for k, v, mask in parts]
-    mesh, sizes, run = jax.sharding.get_abstract_mesh(), (q.shape[0], parts[0][0].shape[-2]), _attention_to_parts
+    mesh, sizes, run = jax.sharding.get_abstract_mesh(), (q.shape[0], parts[0][0].shape[-3]), _attention_to_parts
     rows, heads = spec = sharding.partition(("batch", "kv_heads"), sizes, mesh)
     local = math.prod(NamedSharding(mesh, spec).shard_shape(sizes))
     if mesh.size > 1 and local >= FEW and local * mesh.size == math.prod(sizes):
-        keys = [PartitionSpec(*[rows] * (k.ndim - 3), None, heads) for k, _, _ in parts]
+        keys = [PartitionSpec(*[rows] * (k.ndim - 3), heads) for k, _, _ in parts]
         masks = (None if mask is None else PartitionSpec(rows) for _, _, mask in parts)
         specs = spec, list(zip(keys, keys, masks, strict=True))
         run = jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=spec, check_vma=False)
@@ -133,8 +134,8 @@ def _single_query(q: Array, parts: Sequence[Part]) -> Float[Array, "B 1 N H"]:
 
 def _attention_to_parts(q: Array, parts: Sequence[Part]) -> Float[Array, "B *T N H"]:
     """Attention to keys in several arrays; arrays without a row axis are read once for all rows."""
-    grouped, t = q.reshape(*q.shape[:-2], parts[0][0].shape[-2], -1, q.shape[-1]), "T" if q.ndim == 4 else ""
-    axes = ["BSKH"[-k.ndim :] for k, _, _ in parts]
+    grouped, t = q.reshape(*q.shape[:-2], parts[0][0].shape[-3], -1, q.shape[-1]), "T" if q.ndim == 4 else ""
+    axes = ["BKSH"[-k.ndim :] for k, _, _ in parts]
     scores = []
     for (k, _, mask), names in zip(parts, axes, strict=True):
         if sharding.platform() == "cpu" and not t:  # with keys as the second factor, XLA would transpose all of them
@@ -158,7 +159,7 @@ def splash(q: Array, k: Array, v: Array, segments: Int[Array, "B T"], *, interpr
     Several queries of one slot are treated like the query heads of one key head: as rows that read the same key.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    (batch, length, key_heads, width), copies = k.shape, q.shape[1] // k.shape[1]
+    (batch, key_heads, length, width), copies = k.shape, q.shape[1] // k.shape[2]
     group = copies * (q.shape[2] // key_heads)
     scaled = (q * width**-0.5).astype(q.dtype).reshape(batch, length, copies, key_heads, -1, width)
     scaled = scaled.swapaxes(2, 3).reshape(batch, length, key_heads * group, width)
@@ -173,13 +174,13 @@ def splash(q: Array, k: Array, v: Array, segments: Int[Array, "B T"], *, interpr
         ids = splash_attention.SegmentIds(q_segments, kv_segments)
         grouped = q.reshape(b, t, n // group, group, h).transpose(0, 2, 3, 1, 4)
         per_head = jax.vmap(kernel, (0, 0, 0, None))  # over key heads, each with its group of queries
-        out = jax.vmap(per_head)(grouped, k.swapaxes(1, 2), v.swapaxes(1, 2), ids)
+        out = jax.vmap(per_head)(grouped, k, v, ids)
         return out.transpose(0, 3, 1, 2, 4).reshape(b, t, n, h)
 
     run = local
     if not mesh.empty and mesh.size > 1:
         rows = sharding.partition(("batch",), (batch,), mesh)[0]
-        queries, keys = PartitionSpec(rows, context, heads, None), PartitionSpec(rows, None, heads, None)
+        queries, keys = PartitionSpec(rows, context, heads, None), PartitionSpec(rows, heads, None, None)
         kernel_spec = kernel.manual_sharding_spec(NamedSharding(mesh, PartitionSpec(None, context)))
         specs = (kernel_spec, queries, keys, keys, PartitionSpec(rows, context), PartitionSpec(rows, None))
         run = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=queries, check_vma=False)

@@ -101,6 +101,7 @@ def joint_pass(
             k = llm.normalize(split_rows(k, "kv_heads", "head_dim"), w.k_norm)
             q = rope(q, places, options.frequencies, options.query_scale)
             k, v = rope(k, positions, options.frequencies), split_rows(v, "kv_heads", "head_dim")
+            k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
             y = _attend(q, k, v, (positions, rows.positions), cache, past, window=options.window, is_first=is_first)
             x = add(x, product(gather_rows(y, "heads", "head_dim"), "o", dims=2), gate_1, w.post_attention_norm)
         with jax.named_scope("mlp"):
@@ -123,8 +124,8 @@ def joint_pass(
 
 def _attend(
     q: Float[Array, "B R N H"],
-    k: Float[Array, "B T K H"],
-    v: Float[Array, "B T K H"],
+    k: Float[Array, "B K T H"],
+    v: Float[Array, "B K T H"],
     places: tuple[Int[Array, "B T"], Int[Array, "B M"]],
     cache: KVCache,
     past: LayerCache,
@@ -142,7 +143,7 @@ def _attend(
     if not is_first:
         return part(q, jnp.concatenate(places, axis=1))
     # Alone, the queries of a prompt have the fastest kernel of each platform.
-    of_llm, of_path = jnp.split(q, [k.shape[1]], axis=1)
+    of_llm, of_path = jnp.split(q, [k.shape[2]], axis=1)
     return _join(attention(of_llm, k, v, kv_positions=places[0], window=window), part(of_path, places[1]))
 
 

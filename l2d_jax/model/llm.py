@@ -146,7 +146,7 @@ class LLM(nnx.Module):
                 k = self.normalize(split_rows(k, "kv_heads", "head_dim"), w.k_norm)
                 q = rope(q, positions, options.frequencies, options.query_scale)
                 k = rope(k, positions, options.frequencies)
-                v = split_rows(v, "kv_heads", "head_dim")
+                k, v = k.swapaxes(1, 2), split_rows(v, "kv_heads", "head_dim").swapaxes(1, 2)
                 if cache is None or past is None:
                     y = attention(q, k, v, kv_positions=positions, kv_segments=segments, window=window)
                 else:
@@ -160,7 +160,7 @@ class LLM(nnx.Module):
                 gate, up = (product(y, getattr(w, name), updates.get(name)) for name in ("gate", "up"))
                 y = activate(gate, self.architecture) * up
                 x = x + self.normalize(split_rows(product(y, w.down, updates.get("down"))), w.post_mlp_norm)
-            k, v = (constrain(a, "batch", "length", "kv_heads", "head_dim") for a in (k, v))
+            k, v = (constrain(a, "batch", "kv_heads", "length", "head_dim") for a in (k, v))
             return residual(x), (k, v)
 
         with jax.named_scope("llm"):

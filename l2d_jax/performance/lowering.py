@@ -131,7 +131,7 @@ def _decoding_state(config: Config, mesh: Mesh, llm: LLM, *, batch: int, prompt:
 
 
 def _place_rows(state: Any, mesh: Mesh) -> Any:
-    axes = {5: ("layers", "batch", "length", "kv_heads", "head_dim"), 2: ("batch", "length"), 1: ("batch",), 0: ()}
+    axes = {5: ("layers", "batch", "kv_heads", "length", "head_dim"), 2: ("batch", "length"), 1: ("batch",), 0: ()}
 
     def place(leaf: Any) -> jax.ShapeDtypeStruct:
         return leaf.update(sharding=NamedSharding(mesh, sharding.partition(axes[leaf.ndim], leaf.shape, mesh)))

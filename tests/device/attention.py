@@ -68,15 +68,15 @@ def inputs(case: Case) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
         places["q_positions"] = positions[:, -1:]
     if case.segments > 1:
         places |= {"kv_segments": numbers, "q_segments": np.repeat(numbers, case.copies, axis=1)}
-    queries, keys = (case.rows, places["q_positions"].shape[1]), (case.rows, case.slots)
+    queries, keys = (case.rows, places["q_positions"].shape[1]), (case.rows, k, case.slots)
     shapes: dict[str, tuple[int, ...]] = {
         "q": (*queries, n, case.width),
-        "k": (*keys, k, case.width),
-        "v": (*keys, k, case.width),
+        "k": (*keys, case.width),
+        "v": (*keys, case.width),
     }
     shapes |= {"direction": (*queries, n, case.width)}
     if case.prefix:
-        shapes |= dict.fromkeys(("prefix_k", "prefix_v"), (case.prefix, k, case.width))
+        shapes |= dict.fromkeys(("prefix_k", "prefix_v"), (k, case.prefix, case.width))
     arrays = {name: np.asarray(jnp.asarray(rng.normal(size=shape), jnp.bfloat16)) for name, shape in shapes.items()}
     return arrays, {name: place.astype(np.int32) for name, place in places.items()}
 
@@ -85,7 +85,7 @@ def exact(case: Case, arrays: dict[str, np.ndarray], places: dict[str, np.ndarra
     """The output, and the gradient of its product with the direction with respect to the queries, in float64."""
     wide = {name: array.astype(np.float64) for name, array in arrays.items()}
     group = case.heads[0] // case.heads[1]
-    k, v = (np.repeat(wide[name], group, axis=2) for name in ("k", "v"))
+    k, v = (np.repeat(wide[name], group, axis=1) for name in ("k", "v"))
     behind = places["q_positions"][:, :, None] - places["kv_positions"][:, None]
     mask = (behind >= 0) & (places["kv_positions"][:, None] >= 0) & (behind < (case.window or np.inf))
     if "q_segments" in places:
@@ -93,20 +93,20 @@ def exact(case: Case, arrays: dict[str, np.ndarray], places: dict[str, np.ndarra
     if case.prefix:  # every query sees all of it
         k, v = (_behind(wide[f"prefix_{name}"], array, group) for name, array in (("k", k), ("v", v)))
         mask = np.concatenate([np.ones((*mask.shape[:2], case.prefix), bool), mask], axis=2)
-    scores = np.einsum("btnh,bsnh->bnts", wide["q"], k) * case.width**-0.5
+    scores = np.einsum("btnh,bnsh->bnts", wide["q"], k) * case.width**-0.5
     scores = np.where(mask[:, None], scores, -1e30)
     weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
     probs = weights / weights.sum(axis=-1, keepdims=True)
-    out = np.einsum("bnts,bsnh->btnh", probs, v)
-    pulled = np.einsum("btnh,bsnh->bnts", wide["direction"], v)
+    out = np.einsum("bnts,bnsh->btnh", probs, v)
+    pulled = np.einsum("btnh,bnsh->bnts", wide["direction"], v)
     pulled = probs * (pulled - (probs * pulled).sum(axis=-1, keepdims=True))
-    return out, np.einsum("bnts,bsnh->btnh", pulled, k) * case.width**-0.5
+    return out, np.einsum("bnts,bnsh->btnh", pulled, k) * case.width**-0.5
 
 
 def _behind(prefix: np.ndarray, own: np.ndarray, group: int) -> np.ndarray:
     """The keys of a prefix, for all rows and heads, and those of each row behind them."""
-    wide = np.repeat(prefix, group, axis=1)
-    return np.concatenate([np.broadcast_to(wide, (len(own), *wide.shape)), own], axis=1)
+    wide = np.repeat(prefix, group, axis=0)
+    return np.concatenate([np.broadcast_to(wide, (len(own), *wide.shape)), own], axis=2)
 
 
 def ours(case: Case, arrays: dict[str, np.ndarray], places: dict[str, Any], dtype: str) -> tuple[np.ndarray, ...]:

@@ -27,6 +27,7 @@ from l2d_jax.distributed.memory import tree_bytes
 from l2d_jax.distributed.sharding import constrain, make_mesh
 from l2d_jax.model.attention import attention, splash
 from l2d_jax.model.diffusion_path import DiffusionPath
+from l2d_jax.model.kv_cache import KVCache
 from l2d_jax.model.l2d import Model
 from l2d_jax.model.llm import LLM
 from l2d_jax.training.checkpoint import Checkpoints
@@ -189,7 +190,8 @@ def test_times_and_estimates_are_the_same_on_eight_devices(mesh: Mesh, eight: Me
 @pytest.mark.parametrize("sizes", [{"data": 2, "fsdp": 2, "tensor": 2}, {"fsdp": 2, "context": 4}], ids=str)
 def test_splash_attention_is_split_and_equal_to_plain_attention(sizes: dict[str, int]) -> None:
     rng = np.random.default_rng(0)
-    q, k, v = (jnp.asarray(rng.normal(size=(4, 512, heads, 16)), jnp.float32) for heads in (4, 2, 2))
+    shapes = (4, 512, 4, 16), (4, 2, 512, 16), (4, 2, 512, 16)
+    q, k, v = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes)
     positions = np.tile(np.arange(512), (4, 1))
     positions[1, 300:] = -1
     plain = attention(q, k, v, kv_positions=jnp.asarray(positions, jnp.int32))
@@ -261,7 +263,7 @@ def test_merging_takes_a_copy_of_the_language_model_where_weights_are_stationary
 
 @pytest.mark.parametrize("config", DECODING)
 def test_one_query_is_a_program_of_each_device_where_rows_divide(config: MeshConfig) -> None:
-    shapes = [(68, 1, 4, 8), (68, 12, 2, 8), (68, 12, 2, 8), (5, 2, 8), (5, 2, 8)]
+    shapes = [(68, 1, 4, 8), (68, 2, 12, 8), (68, 2, 12, 8), (2, 5, 8), (2, 5, 8)]
     arrays = [jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate(shapes)]
     places = {"q_positions": jnp.full((68, 1), 9), "kv_positions": jnp.arange(816).reshape(68, 12) % 11}
 
@@ -379,11 +381,27 @@ def test_a_prefix_cache_is_split_over_all_devices() -> None:
         for length in (2 * BLOCK, 4 * BLOCK):  # what is donated stays where it is
             cache.keep("lm", ids[:length], placed, row=0)
             for pool in cache._pool:
-                assert pool.sharding.shard_shape(pool.shape) == (2, 8, BLOCK // 4, 1, 8)
+                assert pool.sharding.shard_shape(pool.shape) == (2, 8, 1, BLOCK // 4, 8)
         found = cache.load(cache.find("lm", ids), tokens=4 * BLOCK, slots=5 * BLOCK)
-        assert found.k.sharding.shard_shape(found.k.shape) == (2, 1, 5 * BLOCK, 1, 8)
+        assert found.k.sharding.shard_shape(found.k.shape) == (2, 1, 1, 5 * BLOCK, 8)
     for loaded, whole in ((found.k, read.k), (found.v, read.v)):
-        np.testing.assert_array_equal(loaded[:, :, : 4 * BLOCK], whole[:, :, : 4 * BLOCK])
+        np.testing.assert_array_equal(loaded[..., : 4 * BLOCK, :], whole[..., : 4 * BLOCK, :])
+
+
+def test_rows_of_a_cache_are_written_where_they_lie(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a TPU does it, each device its own rows and heads, against a scatter."""
+    read, slots = tiny.llm()(tokens := tiny.tokens(4, 6), tiny.positions(tokens))[1], jnp.array([3, 6, 0, 5])
+    new = dataclasses.replace(
+        read, k=1 + read.k[..., :1, :], v=2 - read.v[..., :1, :], positions=10 + read.positions[:, :1]
+    )
+    wanted = read.put(new, slots)
+    monkeypatch.setattr(sharding, "platform", lambda: "tpu")
+    mesh = make_mesh(MeshConfig(fsdp=1, tensor=2, stationary=4))
+    with jax.set_mesh(mesh):
+        cache, one = jax.device_put((read, new), NamedSharding(mesh, PartitionSpec()))
+        found = jax.jit(KVCache.put)(cache, one, slots)
+        assert found.k.sharding.shard_shape(found.k.shape) == (2, 1, 1, 6, 8)
+    jax.tree.map(np.testing.assert_array_equal, found, wanted)
 
 
 def test_constraints_hold_inside_a_mesh(eight: Mesh) -> None:

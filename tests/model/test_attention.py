@@ -17,7 +17,7 @@ def normal(*shape: int) -> jax.Array:
 
 def test_attention_by_loops() -> None:
     """Grouped heads, a gap and an empty slot, and keys in any order of slots."""
-    q, k, v = normal(2, 3, 4, 8), normal(2, 5, 2, 8), normal(2, 5, 2, 8)
+    q, k, v = normal(2, 3, 4, 8), normal(2, 2, 5, 8), normal(2, 2, 5, 8)
     q_positions = jnp.array([[0, 3, 7], [2, 2, 1]], jnp.int32)
     kv_positions = jnp.array([[0, -1, 3, 8, 6], [2, 0, 1, -1, -1]], jnp.int32)
     wanted = np.zeros((2, 3, 4, 8))
@@ -25,16 +25,16 @@ def test_attention_by_loops() -> None:
         for i in range(3):
             seen = [s for s in range(5) if 0 <= kv_positions[b, s] <= q_positions[b, i]]
             for n in range(4):
-                scores = np.array([np.dot(q[b, i, n], k[b, s, n // 2]) / np.sqrt(8) for s in seen])
+                scores = np.array([np.dot(q[b, i, n], k[b, n // 2, s]) / np.sqrt(8) for s in seen])
                 shares = np.exp(scores) / np.exp(scores).sum()
-                wanted[b, i, n] = sum(share * v[b, s, n // 2] for share, s in zip(shares, seen, strict=True))
+                wanted[b, i, n] = sum(share * v[b, n // 2, s] for share, s in zip(shares, seen, strict=True))
     out = attention(q, k, v, q_positions=q_positions, kv_positions=kv_positions)
     np.testing.assert_allclose(out, wanted, atol=1e-5)
 
 
 def test_one_query_sees_what_it_sees_among_others() -> None:
     rows = 20
-    q, k, v = normal(rows, 2, 6, 32), normal(rows, 256, 2, 32), normal(rows, 256, 2, 32)
+    q, k, v = normal(rows, 2, 6, 32), normal(rows, 2, 256, 32), normal(rows, 2, 256, 32)
     kv_positions = jnp.asarray(RNG.permuted(np.tile(np.arange(-6, 250), (rows, 1)), axis=1).clip(-1), jnp.int32)
     q_positions = jnp.asarray(RNG.integers(0, 250, size=(rows, 2)), jnp.int32)
     both = attention(q, k, v, q_positions=q_positions, kv_positions=kv_positions)
@@ -44,24 +44,25 @@ def test_one_query_sees_what_it_sees_among_others() -> None:
 
 def test_attention_stays_within_a_segment() -> None:
     """Two sequences in a row, against each in a row of its own."""
-    q, k, v = normal(1, 5, 4, 8), normal(1, 5, 2, 8), normal(1, 5, 2, 8)
+    q, k, v = normal(1, 5, 4, 8), normal(1, 2, 5, 8), normal(1, 2, 5, 8)
     positions, segments = jnp.array([[0, 1, 0, 1, 2]], jnp.int32), jnp.array([[1, 1, 2, 2, 2]], jnp.int32)
     places = {"q_positions": positions, "kv_positions": positions}
     out = attention(q, k, v, **places, q_segments=segments, kv_segments=segments)
     for part in (slice(0, 2), slice(2, 5)):
         own = {name: values[:, part] for name, values in places.items()}
-        np.testing.assert_allclose(out[:, part], attention(q[:, part], k[:, part], v[:, part], **own), atol=1e-6)
+        alone = attention(q[:, part], k[:, :, part], v[:, :, part], **own)
+        np.testing.assert_allclose(out[:, part], alone, atol=1e-6)
 
 
 def test_attention_of_an_empty_slot_is_finite() -> None:
     empty = jnp.full((1, 2), -1, jnp.int32)
-    out = attention(normal(1, 2, 2, 4), normal(1, 2, 1, 4), normal(1, 2, 1, 4), q_positions=empty, kv_positions=empty)
+    out = attention(normal(1, 2, 2, 4), normal(1, 1, 2, 4), normal(1, 1, 2, 4), q_positions=empty, kv_positions=empty)
     assert np.isfinite(out).all()
 
 
 def test_a_few_queries_at_a_time_are_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """Values and gradients, with ten queries: two halves of five, which cannot be halved again."""
-    q, k, v, direction = normal(2, 10, 4, 8), normal(2, 7, 2, 8), normal(2, 7, 2, 8), normal(2, 10, 4, 8)
+    q, k, v, direction = normal(2, 10, 4, 8), normal(2, 2, 7, 8), normal(2, 2, 7, 8), normal(2, 10, 4, 8)
     places = {"q_positions": jnp.tile(jnp.arange(10), (2, 1)), "kv_positions": jnp.tile(jnp.arange(7), (2, 1))}
 
     def run(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
@@ -79,13 +80,13 @@ def test_a_few_queries_at_a_time_are_all_of_them(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("limit", [2**25, 100])
 def test_keys_of_the_prefix_are_those_of_every_row(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
     """Against the same keys repeated before those of each row; a few queries at a time, too."""
-    q, k, v = normal(3, 4, 4, 8), normal(3, 5, 2, 8), normal(3, 5, 2, 8)
-    prefix = normal(6, 2, 8), normal(6, 2, 8)
+    q, k, v = normal(3, 4, 4, 8), normal(3, 2, 5, 8), normal(3, 2, 5, 8)
+    prefix = normal(2, 6, 8), normal(2, 6, 8)
     q_positions = jnp.array([[6, 7, 8, 9], [6, 6, 7, -1], [9, 10, 11, 12]], jnp.int32)
     kv_positions = jnp.array([[6, 7, 8, 9, -1], [6, 7, -1, -1, -1], [-1, 9, 10, 8, 12]], jnp.int32)
     monkeypatch.setattr(module, "SCORES", limit)
     out = attention(q, k, v, q_positions=q_positions, kv_positions=kv_positions, others=[(*prefix, None)])
-    both = [jnp.concatenate([jnp.stack([own] * 3), each], axis=1) for own, each in zip(prefix, (k, v), strict=True)]
+    both = [jnp.concatenate([jnp.stack([own] * 3), each], axis=2) for own, each in zip(prefix, (k, v), strict=True)]
     places = jnp.concatenate([jnp.tile(jnp.arange(6), (3, 1)), kv_positions], axis=1)
     wanted = attention(q, *both, q_positions=q_positions, kv_positions=places)
     real = q_positions >= 0  # before them, no key is seen, or all those of the prefix are
@@ -110,7 +111,7 @@ def rows() -> dict[str, jax.Array]:
 def test_splash_attention_equals_plain_attention(rows: dict[str, jax.Array], copies: int) -> None:
     """Values and the gradient of the queries, which is all that training asks for."""
     q, direction = normal(4, 256 * copies, 4, 16), normal(4, 256 * copies, 4, 16)
-    k, v = normal(4, 256, 2, 16), normal(4, 256, 2, 16)
+    k, v = normal(4, 2, 256, 16), normal(4, 2, 256, 16)
     is_real = jnp.repeat(rows["kv_positions"] >= 0, copies, axis=1)[..., None, None]
 
     def value(q: jax.Array, kernel: str) -> tuple[jax.Array, jax.Array]:
@@ -127,7 +128,7 @@ def test_splash_attention_equals_plain_attention(rows: dict[str, jax.Array], cop
 
 @pytest.mark.parametrize("copies", [1, 2])
 def test_queries_in_the_slots_of_the_keys_need_no_positions(rows: dict[str, jax.Array], copies: int) -> None:
-    q, k, v = normal(4, 256 * copies, 4, 16), normal(4, 256, 2, 16), normal(4, 256, 2, 16)
+    q, k, v = normal(4, 256 * copies, 4, 16), normal(4, 2, 256, 16), normal(4, 2, 256, 16)
     places, segments = (jnp.repeat(rows[name], copies, axis=1) for name in ("kv_positions", "kv_segments"))
     given = attention(q, k, v, q_positions=places, q_segments=segments, **rows)
     np.testing.assert_array_equal(attention(q, k, v, **rows), given)

@@ -131,10 +131,11 @@ def test_the_path_reads_targets_without_the_scale_of_the_embedding() -> None:
 
 @pytest.mark.parametrize("window", [1, 3, 300])
 def test_a_window_by_hand(window: int) -> None:
-    q, k, v = (jax.random.normal(jax.random.key(i), (1, 6, 1, 4)) for i in range(3))
+    q = jax.random.normal(jax.random.key(0), (1, 6, 1, 4))
+    k, v = (jax.random.normal(jax.random.key(i), (1, 1, 6, 4)) for i in (1, 2))
     positions = jnp.array([[0, 1, 2, 3, 4, 5]], jnp.int32)
     found = attention(q, k, v, kv_positions=positions, window=jnp.int32(window))
     for i in range(6):
         seen = slice(max(0, i - window + 1), i + 1)
-        weights = jax.nn.softmax(k[0, seen, 0] @ q[0, i, 0] / 2)
-        np.testing.assert_allclose(found[0, i, 0], weights @ v[0, seen, 0], atol=1e-5)
+        weights = jax.nn.softmax(k[0, 0, seen] @ q[0, i, 0] / 2)
+        np.testing.assert_allclose(found[0, i, 0], weights @ v[0, 0, seen], atol=1e-5)

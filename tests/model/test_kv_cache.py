@@ -12,7 +12,7 @@ from l2d_jax.model.kv_cache import KVCache
 
 def filled(slots: int, *, first: int, ring: int) -> KVCache:
     """A cache of three rows, whose entries all differ."""
-    shape = (2, 3, slots, 2, 4)
+    shape = (2, 3, 2, slots, 4)
     k = first + jnp.arange(np.prod(shape), dtype=jnp.float32).reshape(shape)
     positions = first + jnp.arange(3 * slots, dtype=jnp.int32).reshape(3, slots)
     return KVCache(k, -k, positions, used=jnp.int32(0), ring=ring)
@@ -23,7 +23,7 @@ def test_each_row_has_a_slot_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None
     old, new, slots = filled(8, first=0, ring=5), filled(1, first=1000, ring=1), [4, 8, 0]
     want = [np.array(array) for array in (old.k, old.v, old.positions)]
     for row in (0, 2):
-        want[0][:, row, slots[row]], want[1][:, row, slots[row]] = new.k[:, row, 0], new.v[:, row, 0]
+        want[0][:, row, :, slots[row]], want[1][:, row, :, slots[row]] = new.k[:, row, :, 0], new.v[:, row, :, 0]
         want[2][row, slots[row]] = new.positions[row, 0]
     for platform in ("cpu", "tpu"):
         monkeypatch.setattr(sharding, "platform", lambda platform=platform: platform)

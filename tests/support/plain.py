@@ -38,7 +38,7 @@ def features(
     t: float,
     label: int | None,
     position: int,
-    keys: np.ndarray,  # [L, S, K, H], of the main path's tokens at the positions 0 to S - 1
+    keys: np.ndarray,  # [L, K, S, H], of the main path's tokens at the positions 0 to S - 1
     values: np.ndarray,
 ) -> np.ndarray:
     """f_d of one diffusion token."""
@@ -68,9 +68,9 @@ def features(
                 turned = turned * a.rope_scaling.attention_factor**2
             window = a.windows[layer] if a.windows else 0
             seen = slice(max(position + 1 - window, 0) if window else 0, position + 1)
-            scores = f64(keys)[layer, seen, group] @ turned / np.sqrt(a.head_dim)
+            scores = f64(keys)[layer, group, seen] @ turned / np.sqrt(a.head_dim)
             shares = np.exp(scores) / np.exp(scores).sum()
-            heads.append(shares @ f64(values)[layer, seen, group])
+            heads.append(shares @ f64(values)[layer, group, seen])
         added = np.tensordot(np.array(heads), weight("o"), 2)
         x = x + gate_1 * (norm(added, a, f64(w.post_attention_norm)[layer]) if a.output_norms else added)
         normed = norm(x, a, f64(w.mlp_norm)[layer] + weight_2) + shift_2

@@ -32,12 +32,12 @@ TOGETHER = 16  # blocks that one call of a program writes
 class _Pool(NamedTuple):
     """The keys and values of all blocks."""
 
-    k: Float[Array, "L blocks size K H"]
-    v: Float[Array, "L blocks size K H"]
+    k: Float[Array, "L blocks K size H"]
+    v: Float[Array, "L blocks K size H"]
 
     def split(self) -> "_Pool":
         """The same, of which each device holds a part."""
-        return _Pool(*(constrain(array, "layers", "parts", "block", "kv_heads", "head_dim") for array in self))
+        return _Pool(*(constrain(array, "layers", "parts", "kv_heads", "block", "head_dim") for array in self))
 
 
 @dataclass(eq=False)
@@ -70,7 +70,7 @@ class PrefixCache:
         need = f"which take {self._block_bytes / 2**20:.3g} MiB here"
         require(self._count > 0, f"{problem}, {need}: make it larger, or 0 for none")
         a = llm.architecture
-        shape = (a.num_hidden_layers, self._count, BLOCK, a.num_key_value_heads, a.head_dim)
+        shape = (a.num_hidden_layers, self._count, a.num_key_value_heads, BLOCK, a.head_dim)
         self._empty = partial(_empty_pool, shape=shape, dtype=llm.dtype)
         self._pool = self._empty()
         self._known: OrderedDict[_Key, _Block] = OrderedDict()  # the block that was used last comes last
@@ -171,9 +171,10 @@ def _empty_pool(*, shape: tuple[int, ...], dtype: Any) -> _Pool:
 
 @partial(Programs, static=["slots"])
 def _load(pool: _Pool, places: Int[Array, " n"], tokens: Int[Array, ""], *, slots: int) -> KVCache:
-    def join(blocks: Float[Array, "L blocks size K H"]) -> Float[Array, "L 1 S K H"]:
-        found = blocks[:, places].reshape(len(blocks), 1, -1, *blocks.shape[3:])[:, :, :slots]
-        return constrain(found, "layers", "batch", "length", "kv_heads", "head_dim")
+    def join(blocks: Float[Array, "L blocks K size H"]) -> Float[Array, "L 1 K S H"]:
+        found = blocks[:, places].swapaxes(1, 2)  # [L, K, blocks, size, H]
+        found = found.reshape(*found.shape[:2], -1, found.shape[-1])[:, None, :, :slots]
+        return constrain(found, "layers", "batch", "kv_heads", "length", "head_dim")
 
     at = jnp.arange(slots, dtype=jnp.int32)[None]
     return KVCache(join(pool.k), join(pool.v), jnp.where(at < tokens, at, -1), used=tokens, ring=slots)
@@ -185,8 +186,9 @@ def _store(pool: _Pool, cache: KVCache, row: Int[Array, ""], begin: Int[Array, "
     positions = begin + jnp.arange(len(places) * BLOCK, dtype=jnp.int32)
     slots = jnp.argmax(cache.positions[row] == positions[:, None], axis=1)
 
-    def put(blocks: Float[Array, "L blocks size K H"], read: Float[Array, "L B S K H"]) -> Array:
-        new = read[:, row, slots].reshape(len(blocks), -1, *blocks.shape[2:])
+    def put(blocks: Float[Array, "L blocks K size H"], read: Float[Array, "L B K S H"]) -> Array:
+        new = read[:, row][:, :, slots]  # [L, K, tokens, H]
+        new = new.reshape(*new.shape[:2], -1, BLOCK, new.shape[-1]).swapaxes(1, 2)
         return blocks.at[:, places].set(new, mode="drop")
 
     return _Pool(put(pool.k, cache.k), put(pool.v, cache.v)).split()

@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Int
 
 from l2d_jax.decoding.buckets import Programs
 from l2d_jax.decoding.state import State, refill, resize
-from l2d_jax.model.kv_cache import KVCache
+from l2d_jax.model.kv_cache import SLOTS, KVCache
 from l2d_jax.model.llm import LLM
 
 
@@ -103,10 +103,10 @@ def leave_stream(llm: LLM, stream: Stream) -> State:
 
     def align(array: Array, axis: int) -> Array:
         ring, rest = jnp.split(array, [cache.ring], axis=axis)
-        index = order.reshape(*[1] * (axis - 1), *order.shape, *[1] * (array.ndim - axis - 1))
+        index = order if axis == 1 else order[None, :, None, :, None]
         return jnp.concatenate([jnp.take_along_axis(ring, index, axis=axis), rest], axis=axis)
 
-    k, v, positions = align(cache.k, 2), align(cache.v, 2), align(cache.positions, 1)
+    k, v, positions = align(cache.k, SLOTS), align(cache.v, SLOTS), align(cache.positions, 1)
     return dataclasses.replace(
         state,
         cache=dataclasses.replace(cache, k=k, v=v, positions=positions, used=jnp.int32(0)),

@@ -35,8 +35,8 @@ def of_blocks(count: int) -> PrefixCache:
 
 def row(ids: Sequence[int], *, before: int = 0) -> KVCache:
     """Keys and values that show their tokens, in slots that are not those of their positions."""
-    values = np.zeros((2, 2, before + len(ids), 2, 8), np.float32)
-    values[:, 1, before:] = np.array(ids)[None, :, None, None]
+    values = np.zeros((2, 2, 2, before + len(ids), 8), np.float32)
+    values[:, 1, :, before:] = np.array(ids)[:, None]
     positions = np.full((2, before + len(ids)), -1, np.int32)
     positions[1, before:] = np.arange(len(ids))
     return KVCache(jnp.array(values), jnp.array(-values), jnp.array(positions), used=jnp.int32(0))
@@ -60,8 +60,8 @@ def test_blocks_come_back_as_they_were_kept() -> None:
     tokens = len(places) * BLOCK - 10
     read = cache.load(places, tokens=tokens, slots=tokens + 60)
     np.testing.assert_array_equal(read.positions[0], [*range(tokens), *[-1] * 60])
-    np.testing.assert_array_equal(read.k[1, 0, :tokens, 0, 3], ids[:tokens])
-    np.testing.assert_array_equal(read.v[0, 0, :tokens, 1, 0], -np.array(ids[:tokens]))
+    np.testing.assert_array_equal(read.k[1, 0, 0, :tokens, 3], ids[:tokens])
+    np.testing.assert_array_equal(read.v[0, 0, 1, :tokens, 0], -np.array(ids[:tokens]))
     assert (int(read.used), read.ring) == (tokens, tokens + 60)
 
 
@@ -79,7 +79,7 @@ def test_the_block_that_was_not_used_for_the_longest_time_makes_room() -> None:
     assert len(cache.find("lm", TEXT)) == 4
     assert cache.find("lm", second) == []
     read = cache.load(cache.find("lm", TEXT), tokens=4 * BLOCK, slots=4 * BLOCK)
-    np.testing.assert_array_equal(read.k[1, 0, :, 0, 3], TEXT[: 4 * BLOCK])
+    np.testing.assert_array_equal(read.k[1, 0, 0, :, 3], TEXT[: 4 * BLOCK])
 
 
 def test_a_cache_without_room_for_a_block_is_refused() -> None:
