@@ -34,6 +34,11 @@
 #   The share of a GPU's memory that JAX takes at its start, 0.75 by default. A run that has the GPU to itself can use more:
 #   CUDA's libraries need some hundred megabytes.
 #
+# XLA_FLAGS
+#   For GPUs, the options that let a pass over all layers start as one graph of kernels instead of kernel after kernel. An
+#   evaluation of Llama 1B takes 1.23 instead of 1.38 ms on an H200. Options that are already in XLA_FLAGS are kept, and none
+#   is added if they say something of command buffers.
+#
 # MALLOC_ARENA_MAX, MALLOC_MMAP_MAX_, MALLOC_TRIM_THRESHOLD_
 #   These are glibc's, and serve runs on CPUs: a step's temporary arrays stay with the process, so that the next step does
 #   not wait for the kernel to hand them out anew, page by page, filled with zeros. Training on two cores is 10 to 40 %
@@ -52,6 +57,11 @@ case ${1:-} in
     export JAX_PLATFORMS=${JAX_PLATFORMS:-cuda,cpu}
     export TPU_SKIP_MDS_QUERY=${TPU_SKIP_MDS_QUERY:-1}
     export XLA_PYTHON_CLIENT_MEM_FRACTION=${XLA_PYTHON_CLIENT_MEM_FRACTION:-0.92}
+    if [[ ${XLA_FLAGS:-} != *xla_gpu_enable_command_buffer* ]]; then
+      graphs=FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,CONDITIONAL,WHILE,DYNAMIC_SLICE_FUSION
+      export XLA_FLAGS="${XLA_FLAGS:-} --xla_gpu_enable_command_buffer=$graphs --xla_gpu_graph_min_graph_size=1"
+      unset graphs
+    fi
     ;;
   cpu)
     export JAX_PLATFORMS=${JAX_PLATFORMS:-cpu}

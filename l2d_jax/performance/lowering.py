@@ -76,7 +76,7 @@ def lower_decode(
             if path is not None and path.adapter is not None:  # with the same shapes
                 updating = small_updates(path, llm) if path.config.reader == "lm" else None
                 model = dataclasses.replace(model, path=path.with_matrices(llm.layers), updating=updating)
-            model = model.apart()
+            model = model.apart(memory)
         return model.reading(refines=config.decode.budget > 1)
 
     # The constructors need arrays, so the declared model is traced; some of its leaves are absent.

@@ -10,6 +10,7 @@ import pytest
 from l2d_jax.config.schema import PROJECTIONS, LoraConfig
 from l2d_jax.distributed.memory import tree_bytes
 from l2d_jax.distributed.sharding import initialize
+from l2d_jax.model import l2d
 from l2d_jax.model.axes import ADAPTED
 from l2d_jax.model.l2d import Model
 from l2d_jax.model.lora import LLMAdapter, merge_adapter
@@ -26,6 +27,14 @@ def declare(kind, **changes):
 def logits(llm):
     tokens = tiny.tokens(2, 9)
     return llm.logits(llm(tokens, tiny.positions(tokens))[0])
+
+
+def corrected(model):
+    """The corrected hidden states of a batch, and what the frozen pass found."""
+    batch = tiny.batch()
+    corruption = objective.sample_corruption(jax.random.key(0), batch, model.path)
+    context = objective.path_context(model.path, model.llm, batch)
+    return objective.correct(model.path, model.llm, context, batch, corruption), context
 
 
 @pytest.mark.slow
@@ -51,13 +60,6 @@ def test_a_merged_model_corrects_as_the_model_does(kind, changes):
     assert merged.path is not None
     assert merged.path.adapter is None
     assert same_bits(model.path.layers.modulation.last.weight, merged.path.layers.modulation.last.weight)
-    batch = tiny.batch()
-    corruption = objective.sample_corruption(jax.random.key(0), batch, model.path)
-
-    def corrected(one):
-        context = objective.path_context(one.path, one.llm, batch)
-        return objective.correct(one.path, one.llm, context, batch, corruption), context
-
     (hidden, context), (found, beside) = corrected(model), corrected(merged)
     np.testing.assert_allclose(found, hidden, rtol=1e-4, atol=2e-3)
     np.testing.assert_allclose(beside.cache.k, context.cache.k, rtol=1e-4, atol=2e-3)
@@ -81,6 +83,21 @@ def test_merged_matrices_in_bfloat16_are_rounded_once():
         bits = getattr(merged.path.layers, name)
         assert bits.dtype == getattr(merged.llm.layers, name).dtype == jnp.uint16
         np.testing.assert_array_equal(bits, jax.lax.bitcast_convert_type(getattr(sums, name), jnp.uint16))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_on_a_gpu_each_layer_has_its_own_matrices_where_there_is_room(monkeypatch, dtype):
+    """And the numbers are those of the stacks, bit for bit."""
+    model = Model.build(tiny.llm(dtype=dtype), tiny.path())
+    stacked, size = model.merged(), tree_bytes(model)
+    monkeypatch.setattr(l2d, "platform", lambda: "gpu")
+    assert isinstance(model.merged(memory=4 * size).llm.layers.up, jax.Array)
+    apart = model.merged(memory=4 * size + 1)
+    assert [matrix.shape for matrix in apart.llm.layers.up] == [stacked.llm.layers.up.shape[1:]] * 2
+    assert [matrix.shape for matrix in apart.path.layers.up] == [stacked.path.layers.up.shape[1:]] * 2
+    (hidden, context), (found, beside) = corrected(stacked), corrected(apart)
+    np.testing.assert_allclose(found, hidden, atol=1e-6)
+    np.testing.assert_allclose(beside.cache.k, context.cache.k, atol=1e-6)
 
 
 def test_a_model_is_merged_where_there_is_room():

@@ -126,7 +126,14 @@ def test_flags_leave_what_is_set(device, found):
     assert {name: before[name] for name in found} == dict.fromkeys(found, "mine")
     ours = ("JAX", "TPU", "XLA", "LIBTPU", "MALLOC", "GLIBC")
     after = {name: value for name, value in read().items() if name.startswith(ours)}
+    graphs = after.pop("XLA_FLAGS", "")
     assert after == found
+    assert graphs.startswith(" --xla_gpu_enable_command_buffer=FUSION,") == (device == "cuda")
+    if device == "cuda":
+        assert read(XLA_FLAGS="--mine")["XLA_FLAGS"] == f"--mine{graphs}"
+        assert read(XLA_FLAGS=graphs)["XLA_FLAGS"] == graphs
+        none = "--xla_gpu_enable_command_buffer="
+        assert read(XLA_FLAGS=none)["XLA_FLAGS"] == none
 
 
 def test_a_slice_is_created():
