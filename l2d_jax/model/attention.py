@@ -8,6 +8,7 @@ In decoding a sequence has a single query with few scores, and the attention is 
 
 import functools
 import math
+import warnings
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
@@ -86,11 +87,36 @@ def is_tiled(length: int) -> bool:
     return length % (LANES * sharding.axis_size("context")) == 0
 
 
+def cudnn_problem(queries: int, keys: int, width: int, compute_capability: float) -> str | None:
+    """Why cuDNN's kernel does not take a masked attention with gradients; None: it does.
+
+    These are the rules that `jax.nn.dot_product_attention` enforces, and the devices for which cuDNN has the kernel.
+    """
+    if compute_capability < 8:
+        return f"a GPU of compute capability {compute_capability:g} lacks it, which begins with 8.0"
+    widest = 256 if compute_capability >= 9 else 128
+    if width > widest or width % 8:
+        return f"heads of width {width} are not a multiple of 8 up to {widest}"
+    if queries % 2 or keys % 2:
+        return f"of {queries} queries and {keys} keys, both have to be even: choose an even data.max_length"
+    return None
+
+
+def _compute_capability() -> float:
+    return float(jax.devices()[0].compute_capability)
+
+
 def _masked_attention(q: Array, parts: Sequence[Part], *, platform: str) -> Float[Array, "B T N H"]:
     """Masked attention by cuDNN or XLA. XLA holds all scores in memory, so many queries are processed in parts."""
     is_half = q.dtype in (jnp.bfloat16, jnp.float16) and len(parts) == 1
-    kernel: Any = "cudnn" if platform == "gpu" and is_half else "xla"
     keys, values, masks = zip(*parts, strict=True)
+    kernel: Any = "xla"
+    if platform == "gpu" and is_half and q.shape[1] > 1:
+        problem = cudnn_problem(q.shape[1], keys[0].shape[-2], q.shape[-1], _compute_capability())
+        if problem is None:
+            kernel = "cudnn"
+        else:
+            warnings.warn(f"attention is computed by XLA, more slowly than by cuDNN's kernel: {problem}", stacklevel=2)
 
     def attend(part: tuple[Array, tuple[Array | None, ...]]) -> Array:
         q, masks = part

@@ -134,6 +134,32 @@ def test_queries_in_the_slots_of_the_keys_need_no_positions(rows: dict[str, jax.
     np.testing.assert_array_equal(attention(q, k, v, **rows), given)
 
 
+@pytest.mark.parametrize(
+    ("sizes", "wanted"),
+    [
+        ((2048, 512, 64, 9.0), None),
+        ((2048, 512, 256, 9.0), None),
+        ((2048, 512, 256, 8.6), "heads of width 256 are not a multiple of 8 up to 128"),
+        ((2048, 512, 20, 9.0), "heads of width 20 are not a multiple of 8 up to 256"),
+        ((2048, 512, 64, 7.5), "a GPU of compute capability 7.5 lacks it, which begins with 8.0"),
+        ((2048, 511, 64, 9.0), "of 2048 queries and 511 keys, both have to be even: choose an even data.max_length"),
+    ],
+)
+def test_what_the_kernel_of_cudnn_takes(sizes: tuple[int, int, int, float], wanted: str | None) -> None:
+    assert module.cudnn_problem(*sizes) == wanted
+
+
+def test_where_cudnn_has_no_kernel_xla_computes_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = (a.astype(jnp.bfloat16) for a in (normal(2, 3, 4, 8), normal(2, 2, 5, 8), normal(2, 2, 5, 8)))
+    places = {"q_positions": jnp.full((2, 3), 9), "kv_positions": jnp.tile(jnp.arange(5), (2, 1))}
+    wanted = attention(q, k, v, **places)
+    monkeypatch.setattr(module.sharding, "platform", lambda: "gpu")
+    monkeypatch.setattr(module, "_compute_capability", lambda: 9.0)
+    with pytest.warns(UserWarning, match=r"by XLA, more slowly than by cuDNN's kernel: of 3 queries and 5 keys"):
+        found = attention(q, k, v, **places)
+    np.testing.assert_array_equal(found, wanted)
+
+
 @pytest.mark.parametrize(("length", "wanted"), [(128, True), (2048, True), (200, False), (1, False)])
 def test_lengths_that_splash_attention_takes(length: int, wanted: bool) -> None:
     assert module.is_tiled(length) == wanted
