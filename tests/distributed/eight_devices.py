@@ -3,6 +3,8 @@
 import dataclasses
 import math
 import re
+import sys
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -214,27 +216,54 @@ DECODING = [
     [("llama", False, True), ("llama", True, False), ("gemma3", False, False), ("gemma3", True, True)],
 )
 def test_decoding_gives_the_same_tokens(mesh: Mesh, kind: str, *, is_reading: bool, is_merged: bool) -> None:
-    beyond = {"start": "anchored", "reader": "path"} if is_reading else {}
-    tokens, path, llm = [], tiny.path(kind, **beyond), tiny.llm(kind)
-    declared = DiffusionPath.declare(path.config, llm.architecture)
-    declared_base = LLM.declare(llm.architecture, dtype=jnp.float32)
+    tokens = []
     for m in (mesh, *map(make_mesh, DECODING)):
-        with jax.set_mesh(m):
-            model = Model.build(place(llm, declared_base, m), place(path, declared, m))
-            model = (model.merged() if is_merged else model).reading(refines=True)
-            assert isinstance(model.llm.layers.up, list) == (is_merged and m.shape["stationary"] > 1)
-            keys = jax.random.split(jax.random.key(0), 4)
-            state = prefill(model.llm, tiny.tokens(4, 6), jnp.array([6, 2, 5, 3], jnp.int32), keys, capacity=4)
-            config = DecodeConfig(velocity_temperature=1.0, temperature=1.0, budget=5)
-            options = {
-                "sampling": SamplingOptions.from_config(config),
-                "stop_ids": jnp.array([-1], jnp.int32),
-                "steps": 4,
-            }
-            _, new = token_decoder()(model, state, settings=Refinement.from_config(config), **options)
-            tokens.append(np.array(new.ids))
+        model, found = decode(m, kind, is_reading=is_reading, is_merged=is_merged)
+        assert isinstance(model.llm.layers.up, list) == (is_merged and m.shape["stationary"] > 1)
+        tokens.append(found)
     for found in tokens[1:]:
         np.testing.assert_array_equal(tokens[0], found)
+
+
+def decode(m: Mesh, kind: str, *, is_reading: bool, is_merged: bool) -> tuple[Model, np.ndarray]:
+    """The model on a mesh, and four tokens of each of four answers."""
+    beyond = {"start": "anchored", "reader": "path"} if is_reading else {}
+    path, llm = tiny.path(kind, **beyond), tiny.llm(kind)
+    declared = DiffusionPath.declare(path.config, llm.architecture)
+    declared_base = LLM.declare(llm.architecture, dtype=jnp.float32)
+    with jax.set_mesh(m):
+        model = Model.build(place(llm, declared_base, m), place(path, declared, m))
+        model = (model.merged() if is_merged else model).reading(refines=True)
+        keys = jax.random.split(jax.random.key(0), 4)
+        state = prefill(model.llm, tiny.tokens(4, 6), jnp.array([6, 2, 5, 3], jnp.int32), keys, capacity=4)
+        config = DecodeConfig(velocity_temperature=1.0, temperature=1.0, budget=5)
+        options = {"sampling": SamplingOptions.from_config(config), "stop_ids": jnp.array([-1], jnp.int32), "steps": 4}
+        _, new = token_decoder()(model, state, settings=Refinement.from_config(config), **options)
+    return model, np.array(new.ids)
+
+
+@pytest.fixture
+def on_gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Every choice by platform is that for GPUs."""
+    real = sharding.platform
+    for module in [*sys.modules.values()]:
+        if getattr(module, "platform", None) is real:
+            monkeypatch.setattr(module, "platform", lambda: "gpu")
+    jax.clear_caches()  # programs with the choices for CPUs
+    yield
+    jax.clear_caches()
+
+
+@pytest.mark.usefixtures("on_gpus")
+def test_what_eight_gpus_of_a_host_run_is_what_one_runs(mesh: Mesh, eight: Mesh) -> None:
+    """Training by FSDP, and decoding on the mesh that programs choose for these sizes."""
+    one, split = train(mesh), train(eight)
+    np.testing.assert_allclose(split.losses, one.losses, rtol=1e-5)
+    chosen = make_mesh(sharding.decoding_mesh(MeshConfig(), rows=4, kv_heads=2, devices=8))
+    assert chosen.shape["tensor"] * chosen.shape["stationary"] == 8
+    (model, tokens), (_, found) = (decode(m, "llama", is_reading=False, is_merged=True) for m in (mesh, chosen))
+    assert isinstance(model.llm.layers.up, list)
+    np.testing.assert_array_equal(found, tokens)
 
 
 def test_paths_share_lanes_on_any_mesh(mesh: Mesh) -> None:
