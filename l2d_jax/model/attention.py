@@ -93,7 +93,7 @@ def cudnn_problem(queries: int, keys: int, width: int, compute_capability: float
     These are the rules that `jax.nn.dot_product_attention` enforces, and the devices for which cuDNN has the kernel.
     """
     if compute_capability < 8:
-        return f"a GPU of compute capability {compute_capability:g} lacks it, which begins with 8.0"
+        return f"it needs an NVIDIA GPU of compute capability 8.0 or later, and this one has {compute_capability:g}"
     widest = 256 if compute_capability >= 9 else 128
     if width > widest or width % 8:
         return f"heads of width {width} are not a multiple of 8 up to {widest}"
@@ -103,7 +103,9 @@ def cudnn_problem(queries: int, keys: int, width: int, compute_capability: float
 
 
 def _compute_capability() -> float:
-    return float(jax.devices()[0].compute_capability)
+    """That of the first GPU; 0 if it is not NVIDIA's."""
+    found = jax.devices()[0].compute_capability
+    return float(found) if found.replace(".", "", 1).isdigit() else 0.0
 
 
 def _masked_attention(q: Array, parts: Sequence[Part], *, platform: str) -> Float[Array, "B T N H"]:

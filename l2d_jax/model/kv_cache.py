@@ -78,9 +78,9 @@ class KVCache(nnx.Module):
     def put(self, new: "KVCache", slots: Int[Array, " B"]) -> "KVCache":
         """Write the one token of each row of `new` into a slot of that row; a slot beyond the last is dropped."""
         assert new.positions.shape[1] == 1
-        rows, write = jnp.arange(len(slots)), _scatter if sharding.platform() != "tpu" else _write_in_turn
+        write = _write_in_turn if sharding.platform() == "tpu" else _scatter
         k, v = write(self.k, new.k, slots), write(self.v, new.v, slots)
-        positions = self.positions.at[rows, slots].set(new.positions[:, 0], mode="drop")
+        positions = self.positions.at[jnp.arange(len(slots)), slots].set(new.positions[:, 0], mode="drop")
         return dataclasses.replace(self, k=k, v=v, positions=positions)
 
     def resize(self, ring: int, slots: int) -> "KVCache":

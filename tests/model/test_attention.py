@@ -141,7 +141,7 @@ def test_queries_in_the_slots_of_the_keys_need_no_positions(rows: dict[str, jax.
         ((2048, 512, 256, 9.0), None),
         ((2048, 512, 256, 8.6), "heads of width 256 are not a multiple of 8 up to 128"),
         ((2048, 512, 20, 9.0), "heads of width 20 are not a multiple of 8 up to 256"),
-        ((2048, 512, 64, 7.5), "a GPU of compute capability 7.5 lacks it, which begins with 8.0"),
+        ((2048, 512, 64, 7.5), "it needs an NVIDIA GPU of compute capability 8.0 or later, and this one has 7.5"),
         ((2048, 511, 64, 9.0), "of 2048 queries and 511 keys, both have to be even: choose an even data.max_length"),
     ],
 )
