@@ -17,6 +17,7 @@ from l2d_jax.decoding.batch.prompt_reader import WHOLE, Service
 from l2d_jax.decoding.memory import check_decoding_memory
 from l2d_jax.distributed import runtime
 from l2d_jax.distributed.memory import device_bytes
+from l2d_jax.distributed.sharding import platform
 from l2d_jax.errors import InputError, require
 from l2d_jax.files import explained
 from l2d_jax.loading import Folder, find, load
@@ -26,6 +27,7 @@ from l2d_jax.serving.engine import GROUPS, Engine
 from l2d_jax.serving.models import Catalogue
 from l2d_jax.serving.opening import Offers, PathOpener, check_paths
 
+LANES, LANES_OF_CPUS = 8, 4  # with 15 evaluations each, four answers fill two cores: more only slow each other down
 CACHE_SHARE = 16  # by default, the prefix cache takes at most this fraction of the memory: 1 / CACHE_SHARE
 
 
@@ -62,7 +64,7 @@ def _serve(options: Namespace, key: str | None, operator_key: str | None, stack:
     name = options.workdir.name if options.workdir else options.model
     models, opener, service = _open(options, folder, name, has_paths=bool(options.path or operator_key))
     bounds: dict[str, Any] = {"seconds": options.timeout, "longest_body": 1024 * options.max_body}
-    engine, protocol = Engine(lanes=options.lanes, queue=options.queue, service=service), Protocol(models)
+    engine, protocol = Engine(lanes=opener.lanes, queue=options.queue, service=service), Protocol(models)
     load_path = opener.open if folder.path_config is None else None
     front.app = ServerApp(engine, protocol, access=access, load_path=load_path, **bounds).routes()
     began, usual = time.monotonic(), usual_requests(models, has_prefixes=service.prefixes is not None)
@@ -87,10 +89,11 @@ def _open(options: Namespace, folder: Folder, name: str, *, has_paths: bool) -> 
     is_one = not options.deterministic or jax.device_count() == 1
     require(is_one, f"{problem}: start one server for each device, as by CUDA_VISIBLE_DEVICES, or leave the option out")
     require(jax.process_count() == 1, "a server is one process: start it on one host alone")
+    lanes = options.lanes or (LANES_OF_CPUS if platform() == "cpu" else LANES)
     base = folder.find_base()
     require_chat_template(require_tokenizer(base.tokenizer))
     paths = check_paths(options.path, base, served=name)
-    mesh = runtime.start_decoding(MeshConfig(), rows=options.lanes, kv_heads=base.architecture.num_key_value_heads)
+    mesh = runtime.start_decoding(MeshConfig(), rows=lanes, kv_heads=base.architecture.num_key_value_heads)
     context = min(options.context, base.architecture.max_position_embeddings)
     chosen = [folder.defaults, *(path.defaults for path in paths)]
     draws = options.max_draws or max(DRAWS, *(own.draws for own in chosen))
@@ -100,9 +103,9 @@ def _open(options: Namespace, folder: Folder, name: str, *, has_paths: bool) -> 
     for own, path in zip(chosen, [folder, *paths], strict=True):
         offers.check_defaults(own, str(path.path))
         offers.efforts_for(own, path.path_config)
-    llm, rows = LLM.declare(base.architecture, dtype=folder.base.dtype), GROUPS * options.lanes + 1
+    llm, rows = LLM.declare(base.architecture, dtype=folder.base.dtype), GROUPS * lanes + 1
     remedy = "--lanes, --context, --prefix_cache or --max_draws"
-    cached = _cache_bytes(options.prefix_cache, llm, tokens=options.lanes * context)
+    cached = _cache_bytes(options.prefix_cache, llm, tokens=lanes * context)
     for own, path in zip(chosen, [folder, *paths], strict=True):
         most = replace(own, draws=draws)
         check_decoding_memory(llm, path.path_config, most, rows=rows, longest=context, remedy=remedy, cached=cached)
@@ -110,7 +113,7 @@ def _open(options: Namespace, folder: Folder, name: str, *, has_paths: bool) -> 
         options.workdir or options.model, mesh=mesh, dtype=options.dtype, **command_line.tokenizer_options(options)
     )
     models = Catalogue(offers.serve(name, loaded))
-    opener = PathOpener(base, loaded, mesh, options.lanes, offers, models)
+    opener = PathOpener(base, loaded, mesh, lanes, offers, models)
     for named, place in options.path:
         models.add(opener.open(named, place))
     prefixes = PrefixCache(loaded.model.llm, size=cached) if cached else None

@@ -67,7 +67,6 @@ def scored(client: Client) -> Client:
 
 
 FIRSTS: dict[str, Callable[[LoadedModel], Client]] = {
-    "grammar": lambda loaded: Client(loaded, ONE_BY_ONE, grammar=digits(loaded)),
     "log-probabilities": lambda loaded: scored(Client(loaded, ONE_BY_ONE)),
     "guidance": lambda loaded: Client(loaded, dataclasses.replace(ONE_BY_ONE, guidance=2.0), label=1),
     "RK4": lambda loaded: Client(loaded, dataclasses.replace(ONE_BY_ONE, solver="rk4", budget=5)),
@@ -109,6 +108,20 @@ def test_running_answers_do_not_wait_for_the_programs_of_others(
         engine.submit([beside.work, second.work])
         assert (beside.tokens, second.tokens) == (wanted, first.tokens)
         assert compiler.waiting == 0
+
+
+@pytest.mark.slow
+def test_a_grammar_needs_no_further_program(loaded: LoadedModel, compiler: Compiler) -> None:
+    usual, bound = Client(loaded, ONE_BY_ONE), Client(loaded, ONE_BY_ONE, grammar=digits(loaded))
+    with running(loaded) as engine:
+        engine.submit([usual.work])
+        assert usual.tokens
+        compiler.is_open.clear()
+        engine.submit([bound.work])
+        found = bound.tokens
+        assert compiler.waiting == 0
+        compiler.is_open.set()
+    assert found == generate_tokens(loaded.decoder, bound.request)[0]
 
 
 @pytest.mark.slow

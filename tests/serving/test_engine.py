@@ -241,14 +241,19 @@ def test_any_number_of_draws_takes_few_programs_and_no_memory(loaded: LoadedMode
 
 @pytest.mark.slow
 def test_a_long_kind_that_has_no_room_holds_up_no_short_one(loaded: LoadedModel) -> None:
-    """There is room for one long kind and two short ones; within each, who came first is first."""
+    """There is room for one long kind and two short ones; within each, who came first is first.
+
+    The programs of short ones are known, since answers do not wait for those of others.
+    """
     long = DecodeConfig(budget=2 * LONG + 1, max_new_tokens=40)
     first, second = Client(loaded, long), Client(loaded, dataclasses.replace(long, solver="euler"))
-    short = Client(loaded, dataclasses.replace(PLAIN, max_new_tokens=2))
+    known, short = (Client(loaded, dataclasses.replace(PLAIN, max_new_tokens=2)) for _ in range(2))
     ended: list[Client] = []
     for client in (first, second, short):
         client.work.tell = lambda piece, client=client: (client.hear(piece), piece.is_last and ended.append(client))  # type: ignore
     with running(loaded) as engine:
+        engine.submit([known.work])
+        assert len(known.tokens) == 2
         engine.submit([first.work, second.work, short.work])
         assert [len(client.tokens) for client in (first, second, short)] == [40, 40, 2]
     assert ended == [short, first, second]
