@@ -39,7 +39,9 @@ def _usual(model: ServedModel, tokens: Iterator[int], *, has_prefixes: bool) -> 
 
     They are: answers with the default options, of the language model alone, and with the budget of each effort; with
     log-probabilities and with a grammar; to prompts of all usual lengths; and long answers. With a cache of prefixes,
-    there are also prompts that begin as these and end differently. Each prompt repeats one of the `tokens`.
+    there are also prompts that begin as these and end differently. Prompts of each length are answered by the language
+    model alone, too: the same program reads them where their answers join others that are evaluated one by one. Each
+    prompt repeats one of the `tokens`.
     """
     defaults, context = model.loaded.defaults, model.limits.context
     budgets = {1, *model.limits.efforts.values()} - {defaults.budget} if defaults.budget > 1 else set()
@@ -48,6 +50,8 @@ def _usual(model: ServedModel, tokens: Iterator[int], *, has_prefixes: bool) -> 
     options += [(SHORT, {"response_format": FORMAT}), *((length, {}) for length in OTHERS)]
     options += [(LONG, {}), (LONG, {"response_format": FORMAT}), (SHORT, {"max_tokens": LONGER})]
     vocab_size = model.loaded.model.llm.architecture.vocab_size
+    if defaults.budget > 1:
+        options += [(length, {"budget": 1}) for length in OTHERS]
     prompts = [([next(tokens) % vocab_size] * length, own) for length, own in options]
     if has_prefixes:
         known = {len(prompt): prompt for prompt, _ in prompts if len(prompt) > SHORT}

@@ -41,7 +41,7 @@ def test_usual_requests_have_all_usual_shapes() -> None:
 def test_usual_requests_fit_the_context(context: int) -> None:
     bodies = usual_requests(models(context))
     assert all(len(body["prompt"][0]) + body["max_tokens"] <= context for body in bodies)
-    assert len(bodies) == {20: 0, 40: 4, 300: 6, 600: 10}[context]
+    assert len(bodies) == {20: 0, 40: 4, 300: 8, 600: 13}[context]
 
 
 def test_prompts_have_common_beginnings_only_for_a_cache_of_prefixes() -> None:
@@ -66,7 +66,7 @@ def test_a_server_that_ends_is_never_ready() -> None:
     found, readiness, engine = models(100), Readiness(), Engine(lanes=1, queue=1)
     engine.close()
     WarmUp(engine, Protocol(found), readiness=readiness).run(usual_requests(found))
-    assert readiness.describe() == (503, {"status": "starting", "doing": "compiling", "done": 0, "of": 6})
+    assert readiness.describe() == (503, {"status": "starting", "doing": "compiling", "done": 0, "of": 7})
 
 
 def test_the_first_of_paths_that_share_lanes_stands_for_all() -> None:
