@@ -123,9 +123,10 @@ def test_both_answers_come_with_what_they_took(visit, server_url):
     assert left["messages"] == [{"role": "user", "content": "What is 12 * 4?"}]
     assert (left["seed"], left["temperature"], left["max_tokens"]) == (3, 0, 256)
     for side, budget in (("left", 1), ("right", 7)):
-        shown, evaluations, tokens, seconds = page.locator(f".{side} dd").all_inner_texts()
+        shown, evaluations, passes, tokens, seconds = page.locator(f".{side} dd").all_inner_texts()
         assert int(shown) == budget
         assert int(evaluations) >= int(tokens) > 0
+        assert int(passes) > 0
         assert float(seconds) >= 0
         assert page.locator(f".{side} .text").get_attribute("aria-busy") == "false"
 
@@ -157,7 +158,7 @@ def test_stop_aborts_both_requests(visit):
     limit.fill(limit.get_attribute("max"))
     send(page)
     for side in ("left", "right"):
-        playwright.expect(page.locator(f".{side} .text")).not_to_be_empty()
+        playwright.expect(page.locator(f".{side} .text")).not_to_be_empty(timeout=60_000)
     with page.expect_event("requestfailed", lambda _: len(failed) == 2):
         page.get_by_role("button", name="Stop").click()
     playwright.expect(page.locator(".state")).to_have_text(["stopped"] * 2)
