@@ -28,7 +28,7 @@ def tiled_instead_of_repeated_heads(llm: LLM, patch: pytest.MonkeyPatch) -> LLM:
     right, repeats = llm_module.attention, llm.architecture.num_attention_heads // llm.architecture.num_key_value_heads
 
     def wrong(q: Any, k: Any, v: Any, **positions: Any) -> Any:
-        return right(q, jnp.tile(k, (1, 1, repeats, 1)), jnp.tile(v, (1, 1, repeats, 1)), **positions)
+        return right(q, jnp.tile(k, (1, repeats, 1, 1)), jnp.tile(v, (1, repeats, 1, 1)), **positions)
 
     patch.setattr(llm_module, "attention", wrong)
     return llm
