@@ -100,8 +100,8 @@ def joint_pass(
             q = llm.normalize(split_rows(q, "heads", "head_dim"), w.q_norm)
             k = llm.normalize(split_rows(k, "kv_heads", "head_dim"), w.k_norm)
             q = rope(q, places, options.frequencies, options.query_scale)
-            k, v = rope(k, positions, options.frequencies), split_rows(v, "kv_heads", "head_dim")
-            k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
+            k = rope(k, positions, options.frequencies)
+            k, v = k.swapaxes(1, 2), split_rows(v, "kv_heads", "head_dim").swapaxes(1, 2)
             y = _attend(q, k, v, (positions, rows.positions), cache, past, window=options.window, is_first=is_first)
             x = add(x, product(gather_rows(y, "heads", "head_dim"), "o", dims=2), gate_1, w.post_attention_norm)
         with jax.named_scope("mlp"):

@@ -118,7 +118,7 @@ def _scatter(old: Float[Array, "L B K S H"], new: Float[Array, "L B K 1 H"], slo
 
 
 def _write_in_turn(old: Float[Array, "L B K S H"], new: Float[Array, "L B K 1 H"], slots: Int[Array, " B"]) -> Array:
-    """`_scatter`, row after row on each device: for a scatter, a TPU copies the whole cache."""
+    """`_scatter`, row after row on each device: a TPU scatters slowly, and copies a cache that it rewrites in parts."""
 
     def local(old: Array, new: Array, slots: Array) -> Array:
         def write(row: Array, old: Array) -> Array:

@@ -76,7 +76,8 @@ class Model(nnx.Module):
         if llm.adapter is not None:
             llm = dataclasses.replace(llm, layers=merge_adapter(llm.layers, llm.adapter), adapter=None)
         llm = dataclasses.replace(llm, layers=as_bits(llm.layers), in_place=can_read(llm.embed))
-        return dataclasses.replace(self, llm=llm, path=path, updating=updating).apart(memory)
+        model = dataclasses.replace(self, llm=llm, path=path, updating=updating)
+        return model.apart() if self.gains_apart(memory) else model
 
     @property
     def readings(self) -> float:
@@ -87,16 +88,17 @@ class Model(nnx.Module):
         layers = [getattr(path.layers, name) for name in ADAPTED]
         return 1.0 + tree_bytes(layers) / tree_bytes([getattr(self.llm.layers, name) for name in ADAPTED])
 
-    def apart(self, memory: int | None = None) -> "Model":
-        """The model with one array per layer for each matrix, where weights are stationary and on GPUs.
+    def gains_apart(self, memory: int | None) -> bool:
+        """Whether a merged copy of this model decodes faster `apart`, and fits into `memory` bytes (None: unknown).
 
-        On TPUs XLA then prefetches the next matrices into on-chip memory. It does not prefetch slices of a stack, and
-        16 sequences take twice as long (compiled for TPU v5e). On GPUs XLA copies a slice of a stack before a product
-        reads it: Llama 1B decodes 1.7 times as fast without (H200). A GPU with less than `memory` bytes for another
-        copy of the LM keeps the stacks.
+        Where weights are stationary, XLA prefetches the next matrices into a TPU's on-chip memory. It does not prefetch
+        slices of a stack, and 16 sequences take twice as long (compiled for TPU v5e). On GPUs XLA copies a slice of a
+        stack before a product reads it: Llama 1B decodes 1.7 times as fast without (H200).
         """
-        if axis_size("stationary") == 1 and not (platform() == "gpu" and self._fits(4, memory)):
-            return self
+        return axis_size("stationary") > 1 or (platform() == "gpu" and self._fits(4, memory))
+
+    def apart(self) -> "Model":
+        """The model with one array per layer for each matrix."""
         llm, path = dataclasses.replace(self.llm, layers=_split(self.llm.layers)), self.path
         if path is not None and path.adapter is None:
             path = dataclasses.replace(path, layers=_split(path.layers))

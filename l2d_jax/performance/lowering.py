@@ -73,10 +73,11 @@ def lower_decode(
     def build(llm: Any, path: Any) -> Model:
         model = Model.build(llm, path)
         if model.can_merge(memory):
+            is_apart = model.gains_apart(memory)
             if path is not None and path.adapter is not None:  # with the same shapes
                 updating = small_updates(path, llm) if path.config.reader == "lm" else None
                 model = dataclasses.replace(model, path=path.with_matrices(llm.layers), updating=updating)
-            model = model.apart(memory)
+            model = model.apart() if is_apart else model
         return model.reading(refines=config.decode.budget > 1)
 
     # The constructors need arrays, so the declared model is traced; some of its leaves are absent.

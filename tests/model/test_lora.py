@@ -87,17 +87,19 @@ def test_merged_matrices_in_bfloat16_are_rounded_once():
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_on_a_gpu_each_layer_has_its_own_matrices_where_there_is_room(monkeypatch, dtype):
-    """And the numbers are those of the stacks, bit for bit."""
+    """And the stacks give the same numbers, up to 1e-6 of the largest."""
+    monkeypatch.setattr(l2d, "can_read", lambda _: False)  # the C kernel is for CPUs
     model = Model.build(tiny.llm(dtype=dtype), tiny.path())
     stacked, size = model.merged(), tree_bytes(model)
     monkeypatch.setattr(l2d, "platform", lambda: "gpu")
     assert isinstance(model.merged(memory=4 * size).llm.layers.up, jax.Array)
     apart = model.merged(memory=4 * size + 1)
-    assert [matrix.shape for matrix in apart.llm.layers.up] == [stacked.llm.layers.up.shape[1:]] * 2
-    assert [matrix.shape for matrix in apart.path.layers.up] == [stacked.path.layers.up.shape[1:]] * 2
+    for of_stack, of_apart in ((stacked.llm, apart.llm), (stacked.path, apart.path)):
+        assert isinstance(of_apart.layers.up, list)
+        assert [matrix.shape for matrix in of_apart.layers.up] == [of_stack.layers.up.shape[1:]] * 2
     (hidden, context), (found, beside) = corrected(stacked), corrected(apart)
-    np.testing.assert_allclose(found, hidden, atol=1e-6)
-    np.testing.assert_allclose(beside.cache.k, context.cache.k, atol=1e-6)
+    for one, wanted in ((found, hidden), (beside.cache.k, context.cache.k)):
+        np.testing.assert_allclose(one, wanted, atol=1e-6 * float(jnp.abs(wanted).max()))
 
 
 def test_a_model_is_merged_where_there_is_room():

@@ -243,7 +243,7 @@ def test_any_number_of_draws_takes_few_programs_and_no_memory(loaded: LoadedMode
 def test_a_long_kind_that_has_no_room_holds_up_no_short_one(loaded: LoadedModel) -> None:
     """There is room for one long kind and two short ones; within each, who came first is first.
 
-    The programs of short ones are known, since answers do not wait for those of others.
+    The programs of short ones are compiled first, since an answer does not wait for programs of other answers.
     """
     long = DecodeConfig(budget=2 * LONG + 1, max_new_tokens=40)
     first, second = Client(loaded, long), Client(loaded, dataclasses.replace(long, solver="euler"))
