@@ -48,7 +48,7 @@ class TokenTrace(NamedTuple):
     text: str  # the text that it adds; empty if it is special or ends within a character
     likeliest: int  # arg max of the final distribution; at temperature 0, without masks, the token itself
     evaluations: int  # evaluations of the path, including the final one
-    passes: int  # passes over the path's weights if evaluations run in parallel wherever possible
+    passes: int | None  # over the path's weights if evaluations run in parallel wherever possible; None: not counted
     rejected: int  # steps that an adaptive solver rejected
     settled: float  # t from which on the arg max was `likeliest` at every recorded point (grid or accepted steps)
     entropy: float  # entropy of the final distribution at temperature 1, in nats
@@ -57,15 +57,18 @@ class TokenTrace(NamedTuple):
     skipped: bool  # whether the gate left the token to the LM: no evaluation, settled at 0
 
 
-def trace(loaded: Decodable, request: Request, answers: Sequence[Sequence[int]]) -> list[list[TokenTrace]]:
+def trace(
+    loaded: Decodable, request: Request, answers: Sequence[Sequence[int]], *, counts_passes: bool = True
+) -> list[list[TokenTrace]]:
     """Trace every token of `answers`, which `generation.generate_tokens` must have given to the same request.
 
+    Counting passes takes as long as the rest: it evaluates every guess that decoding would.
     Raises `InputError` as `generate_tokens` does, for several noise samples per token, and for a wrong number of
     answers.
     """
     model, settings, prompts, samples = loaded.decoder, request.settings, request.prompts, request.samples
     refinement = Refinement.prepare(model, settings)
-    if model.path is not None and can_be_parallel(settings):
+    if counts_passes and model.path is not None and can_be_parallel(settings):
         refinement = refinement.side_by_side([Grid(settings.budget, settings.end)], window=MOST_PARALLEL)
     model = model.reading(refines=settings.budget > 1)
     check_single_sample(settings)
@@ -87,6 +90,8 @@ def trace(loaded: Decodable, request: Request, answers: Sequence[Sequence[int]])
         for start in range(0, len(answer), trajectory.CHUNK):  # rows beyond the end repeat the last token
             found = follow(known, start=jnp.int32(start))
             columns = {name: np.asarray(column).tolist() for name, column in found.items()}
+            if not counts_passes:
+                columns["passes"] = [None] * trajectory.CHUNK
             rows += [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
         texts = [""] * len(answer)
         if loaded.tokenizer is not None:  # the last token of a character adds its text
@@ -103,7 +108,8 @@ def check_single_sample(settings: DecodeConfig) -> None:
 
 def mean_evaluations(loaded: Decodable, request: Request, answers: Sequence[Sequence[int]]) -> list[float]:
     """The mean number of evaluations per token for each answer; an adaptive solver chooses them."""
-    return [float(np.mean([token.evaluations for token in tokens])) for tokens in trace(loaded, request, answers)]
+    traces = trace(loaded, request, answers, counts_passes=False)
+    return [float(np.mean([token.evaluations for token in tokens])) for tokens in traces]
 
 
 def accuracy_by_time(loaded: Decodable, request: Request, answers: Sequence[Sequence[int]]) -> dict[str, list[float]]:

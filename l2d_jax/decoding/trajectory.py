@@ -25,7 +25,7 @@ from l2d_jax.model.kv_cache import KVCache
 from l2d_jax.model.l2d import Model
 from l2d_jax.model.llm import LLM
 
-CHUNK = 64  # tokens that are integrated in parallel: M, below
+CHUNK = 32  # tokens that are integrated in parallel: M, below
 
 
 class KnownAnswer(NamedTuple):

@@ -101,7 +101,8 @@ class Group:
         if piece.is_last and work.is_traced and piece.ending != "broken" and not work.is_cancelled:
             request = Request([work.answer.prompt], work.answer.settings, work.answer.seed)
             try:
-                traced = trace(work.model.scorer(work.answer.settings), request, [work.tokens])[0]
+                scorer = work.model.scorer(work.answer.settings)
+                [traced] = trace(scorer, request, [work.tokens], counts_passes=False)
             except BaseException as error:
                 tell(work, contained(error))
                 return

@@ -10,6 +10,7 @@ import pytest
 
 from l2d_jax.config.schema import DecodeConfig
 from l2d_jax.data.tokenizer import byte_tokenizer
+from l2d_jax.decoding import trace as tracing
 from l2d_jax.decoding import trajectory
 from l2d_jax.decoding.loaded_model import LoadedModel
 from l2d_jax.decoding.refinement import integrate
@@ -22,7 +23,7 @@ from l2d_jax.model.context import Context
 from l2d_jax.model.l2d import Model
 from l2d_jax.model.llm import LLM
 from tests.support import tiny
-from tests.support.requests import generate, trace
+from tests.support.requests import generate, request, trace
 
 PROMPTS = [[5, 17, 3], [60, 2, 41, 8, 8, 30]]
 FIXED = {"solver": "midpoint", "budget": 15, "velocity_temperature": 1.0}
@@ -34,7 +35,7 @@ def loaded():
     return LoadedModel(tiny.model(classes=2), None, (), DecodeConfig())
 
 
-def of(options, length=trajectory.CHUNK + 6):
+def of(options, length=2 * trajectory.CHUNK + 6):
     return DecodeConfig(max_new_tokens=length, **options)
 
 
@@ -47,12 +48,12 @@ def both(loaded, settings, prompts=PROMPTS, **options):
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [FIXED, ADAPTIVE], ids=["fixed", "adaptive"])
 def test_a_trace_ends_where_decoding_did(loaded, options):
-    """At every token of answers of two chunks, with copies and classes; the velocity of the fixed solver is drawn."""
+    """At every token of answers of three chunks, with copies and classes; the velocity of the fixed solver is drawn."""
     answers, traces = both(loaded, of(options), samples=2, labels=[0, 1], seed=3)
     assert [[token.token for token in tokens] for tokens in traces] == answers
     assert [[token.likeliest for token in tokens] for tokens in traces] == answers
     rows = [token for tokens in traces for token in tokens]
-    assert len(rows) == 4 * (trajectory.CHUNK + 6)
+    assert len(rows) == 4 * (2 * trajectory.CHUNK + 6)
     evaluations = {token.evaluations for token in rows}
     if options is FIXED:
         assert evaluations == {15}
@@ -156,6 +157,16 @@ def test_the_gate_skips_what_decoding_skips(loaded):
 def test_the_arg_max_of_a_drawn_token_is_another(loaded):
     traces = both(loaded, of({**FIXED, "temperature": 0.3}, 12))[1]
     assert {token.likeliest == token.token for tokens in traces for token in tokens} == {True, False}
+
+
+@pytest.mark.slow
+def test_passes_are_counted_only_where_they_are_asked_for(loaded):
+    settings = of(FIXED, 12)
+    answers, counted = both(loaded, settings)
+    asked = request(loaded, PROMPTS, settings=settings)
+    without = tracing.trace(loaded, asked, answers, counts_passes=False)
+    assert all(token.passes >= 2 for tokens in counted for token in tokens)
+    assert without == [[token._replace(passes=None) for token in tokens] for tokens in counted]
 
 
 @pytest.mark.slow

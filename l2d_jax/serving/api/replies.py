@@ -208,7 +208,7 @@ class Reply:
         for token in trace:
             settled, first = token.settled if token.evaluations > 1 else None, self._text(token.plain_likeliest)
             told.append({"text": token.text, "settled": settled, "first": first, "entropy": token.entropy})
-            told[-1] |= {"evaluations": token.evaluations, "passes": token.passes}
+            told[-1]["evaluations"] = token.evaluations
         return told
 
 
