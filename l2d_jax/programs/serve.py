@@ -1,7 +1,6 @@
 """Serves a model over HTTP until a signal."""
 
 import contextlib
-import socket
 import time
 from argparse import Namespace
 from dataclasses import replace
@@ -47,7 +46,7 @@ def _serve(options: Namespace, key: str | None, operator_key: str | None, stack:
         from l2d_jax.serving.app import ServerApp
         from l2d_jax.serving.connections import make_server
         from l2d_jax.serving.front import Front, Readiness
-        from l2d_jax.serving.process import listening
+        from l2d_jax.serving.process import listen_at, listening, url
         from l2d_jax.serving.warm_up import WarmUp, usual_requests
     except ImportError as error:
         raise InputError(f"a library of the server is missing ({error.name}): pip install 'l2d_jax[serve]'") from None
@@ -56,7 +55,7 @@ def _serve(options: Namespace, key: str | None, operator_key: str | None, stack:
     problem = f"--path adds paths to a language model, and {folder.path} has a path of its own"
     require(folder.path_config is None or not options.path, f"{problem}: give its base as --model, and it as --path")
     with explained(f"{options.host}:{options.port} cannot be listened on", "choose another --host or --port"):
-        opened = socket.create_server((options.host, options.port))
+        opened = listen_at(options.host, options.port)
     front = Front(readiness := Readiness())
     times = {"client_timeout": options.client_timeout, "drain": options.drain}
     server = make_server(front, max_connections=options.max_connections, **times)
@@ -74,9 +73,8 @@ def _serve(options: Namespace, key: str | None, operator_key: str | None, stack:
         if readiness.is_ready:
             print(f"ready after {time.monotonic() - began:.0f} s", flush=True)
 
-    host, port = opened.getsockname()[:2]
     served = ", ".join(model.name for model in models.models)
-    print(f"serving {served} at http://{host}:{port}", flush=True)
+    print(f"serving {served} at {url(opened)}", flush=True)
     decode(engine, prepare)
 
 

@@ -15,6 +15,22 @@ from l2d_jax.serving.engine import Engine
 GRACE = 5.0  # seconds after the last connection in which running computations may finish
 
 
+def listen_at(host: str, port: int) -> socket.socket:
+    """Listen at an address, which is one of IPv6 if it has colons; "::" is all addresses of both kinds.
+
+    Raises `OSError` if that cannot be done.
+    """
+    both = host == "::" and socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, port), family=family, dualstack_ipv6=both)
+
+
+def url(listener: socket.socket) -> str:
+    """The address at which `listener` listens."""
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
 @contextlib.contextmanager
 def listening(server: Server, sockets: list[socket.socket], *, drain: float) -> Iterator[Callable[..., None]]:
     """Serve HTTP in another thread; call it in the main thread, which then loads a model.
