@@ -103,8 +103,8 @@ def cudnn_problem(queries: int, keys: int, width: int, compute_capability: float
 
 
 def _compute_capability() -> float:
-    """That of the first GPU; 0 if it is not NVIDIA's."""
-    found = jax.devices()[0].compute_capability
+    """That of the first GPU; 0 if it is not NVIDIA's, and for a GPU that is only described."""
+    found = getattr(jax.devices()[0], "compute_capability", "")
     return float(found) if found.replace(".", "", 1).isdigit() else 0.0
 
 
@@ -163,13 +163,14 @@ def _single_query(q: Array, parts: Sequence[Part]) -> Float[Array, "B 1 N H"]:
 def _attention_to_parts(q: Array, parts: Sequence[Part]) -> Float[Array, "B *T N H"]:
     """Attention to keys in several arrays; arrays without a row axis are read once for all rows."""
     grouped, t = q.reshape(*q.shape[:-2], parts[0][0].shape[-3], -1, q.shape[-1]), "T" if q.ndim == 4 else ""
+    grouped = jnp.moveaxis(grouped, 1, 3) if t else grouped
     axes = ["BKSH"[-k.ndim :] for k, _, _ in parts]
     scores = []
     for (k, _, mask), names in zip(parts, axes, strict=True):
         if sharding.platform() == "cpu" and not t:  # with keys as the second factor, XLA would transpose all of them
             score = jnp.einsum(f"{names},BKGH->BKSG", k, grouped).swapaxes(2, 3)
         else:
-            score = jnp.einsum(f"B{t}KGH,{names}->BKG{t}S", grouped, k, preferred_element_type=jnp.float32)
+            score = jnp.einsum(f"BKG{t}H,{names}->BKG{t}S", grouped, k, preferred_element_type=jnp.float32)
         score = score * q.shape[-1] ** -0.5
         scores.append(score if mask is None else jnp.where(mask[:, None, None], score, EMPTY))
     highest = functools.reduce(jnp.maximum, (score.max(axis=-1, keepdims=True) for score in scores))
@@ -177,8 +178,9 @@ def _attention_to_parts(q: Array, parts: Sequence[Part]) -> Float[Array, "B *T N
     total = functools.reduce(jnp.add, (weight.sum(axis=-1, keepdims=True) for weight in weights))
     probs = ((weight / total).astype(q.dtype) for weight in weights)
     triples = zip(probs, parts, axes, strict=True)
-    values = (jnp.einsum(f"BKG{t}S,{names}->B{t}KGH", p, v) for p, (_, v, _), names in triples)
-    return functools.reduce(jnp.add, values).reshape(q.shape)
+    values = (jnp.einsum(f"BKG{t}S,{names}->BKG{t}H", p, v) for p, (_, v, _), names in triples)
+    total = functools.reduce(jnp.add, values)
+    return (jnp.moveaxis(total, 3, 1) if t else total).reshape(q.shape)
 
 
 def splash(q: Array, k: Array, v: Array, segments: Int[Array, "B T"], *, interpret: bool = False) -> Array:

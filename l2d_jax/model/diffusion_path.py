@@ -58,11 +58,11 @@ class PathLayers(nnx.Module):
     """Stacked weights of all blocks of the path; its matrices update the LM's matrices or replace them."""
 
     modulation: Mlp | None = nnx.data()  # E -> E -> (6, D); None in a path of rows
-    q: Lora | RowLora | Num[Array, "L D N H"] | Apart | Declared = nnx.data()
-    o: Lora | RowLora | Num[Array, "L N H D"] | Apart | Declared = nnx.data()
-    gate: Lora | RowLora | Num[Array, "L D F"] | Apart | Declared = nnx.data()
-    up: Lora | RowLora | Num[Array, "L D F"] | Apart | Declared = nnx.data()
-    down: Lora | RowLora | Num[Array, "L F D"] | Apart | Declared = nnx.data()
+    q: Lora | RowLora | Num[Array, "L D N H"] | Apart | list[Lora] | Declared = nnx.data()
+    o: Lora | RowLora | Num[Array, "L N H D"] | Apart | list[Lora] | Declared = nnx.data()
+    gate: Lora | RowLora | Num[Array, "L D F"] | Apart | list[Lora] | Declared = nnx.data()
+    up: Lora | RowLora | Num[Array, "L D F"] | Apart | list[Lora] | Declared = nnx.data()
+    down: Lora | RowLora | Num[Array, "L F D"] | Apart | list[Lora] | Declared = nnx.data()
     q_bias: Float[Array, "L N H"] | Declared | None = nnx.data(default=None)  # only in full copies, if the LM has one
     k: Lora | Num[Array, "L D K H"] | Apart | Declared | None = nnx.data(default=None)  # if it reads the context
     v: Lora | Num[Array, "L D K H"] | Apart | Declared | None = nnx.data(default=None)

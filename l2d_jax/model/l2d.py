@@ -16,6 +16,7 @@ from l2d_jax.errors import require
 from l2d_jax.model.axes import ADAPTED, LAYER_AXES, MATRICES
 from l2d_jax.model.diffusion_path import DiffusionPath
 from l2d_jax.model.few_rows import can_read
+from l2d_jax.model.layers import Lora
 from l2d_jax.model.llm import LLM
 from l2d_jax.model.lora import merge_adapter
 from l2d_jax.model.quantization import QuantizedWeight, as_bits
@@ -99,10 +100,12 @@ class Model(nnx.Module):
 
     def apart(self) -> "Model":
         """The model with one array per layer for each matrix."""
-        llm, path = dataclasses.replace(self.llm, layers=_split(self.llm.layers)), self.path
+        llm, path, updating = dataclasses.replace(self.llm, layers=_split(self.llm.layers)), self.path, self.updating
         if path is not None and path.adapter is None:
             path = dataclasses.replace(path, layers=_split(path.layers))
-        return dataclasses.replace(self, llm=llm, path=path)
+        if updating is not None and platform() == "gpu":  # XLA copies slices of these, too
+            updating = dataclasses.replace(updating, layers=_split_updates(updating.layers))
+        return dataclasses.replace(self, llm=llm, path=path, updating=updating)
 
 
 def small_updates(path: DiffusionPath, llm: LLM) -> DiffusionPath | None:
@@ -117,6 +120,15 @@ def small_updates(path: DiffusionPath, llm: LLM) -> DiffusionPath | None:
 def _split(layers: Any) -> Any:
     stacks = {name: stack for name in MATRICES if (stack := getattr(layers, name, None)) is not None}
     return dataclasses.replace(layers, **{name: _unstack(stack, name=name) for name, stack in stacks.items()})
+
+
+def _split_updates(layers: Any) -> Any:
+    def split(name: str) -> list[Lora]:
+        update = getattr(layers, name)
+        factors = zip(_unstack(update.a, name=f"{name}.a"), _unstack(update.b, name=f"{name}.b"), strict=True)
+        return [Lora(a=a, b=b) for a, b in factors]
+
+    return dataclasses.replace(layers, **{name: split(name) for name in ADAPTED})
 
 
 @partial(jax.jit, static_argnames="name")

@@ -87,8 +87,9 @@ def lower_decode(
 
         def place(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:  # the vocabulary vectors, a layer's matrix, an update
             names = [key.name for key in path if hasattr(key, "name")]
-            if names[0] == "updating":  # stacked
-                axes = ("layers", *LAYER_AXES[".".join(names[2:])])
+            if names[0] == "updating":
+                axes = LAYER_AXES[".".join(names[2:])]
+                axes = axes if len(axes) == leaf.ndim else ("layers", *axes)  # of one layer, or stacked
             else:
                 axes = ("vocab", "diffusion") if len(path) == 1 else LAYER_AXES[names[-1]]
             return leaf.update(sharding=NamedSharding(mesh, sharding.partition(axes, leaf.shape, mesh)))
