@@ -30,6 +30,7 @@ os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = "false"  # as `Emulator.enviro
 _caches = tempfile.TemporaryDirectory(prefix="l2d_jax_tests_")  # removed when the interpreter exits
 os.environ.pop("L2D_JAX_CACHE", None)
 os.environ["XDG_CACHE_HOME"] = _caches.name  # conversions, here and in child processes
+os.environ.setdefault("MPLCONFIGDIR", str(_cache_home / "l2d_jax" / "matplotlib"))  # or it lists all fonts in each process
 
 # Large packages before jaxtyping's hook of l2d_jax, under which Python compiles what it imports anew in each process.
 import datasets  # noqa: E402, F401
@@ -41,11 +42,15 @@ import pytest  # noqa: E402
 import transformers  # noqa: E402, F401
 from flax import nnx  # noqa: E402, F401
 from jax.sharding import Mesh  # noqa: E402
+from jaxtyping._import_hook import Typechecker  # noqa: E402
+
+from tests.support.checking import check_when_called  # noqa: E402
 
 for finder in sys.meta_path:  # jaxtyping's: the dataclasses of transformers do not survive it, nor does ours of theirs
     if hasattr(finder, "modules") and "l2d_jax" in finder.modules:
         check = finder.should_instrument
         finder.should_instrument = lambda name, check=check: check(name) and ".weights.pytorch" not in name
+        Typechecker.lookup[finder._typechecker.get_hash()] = check_when_called  # the hook's own checks at each definition
 
 from l2d_jax.config.schema import MeshConfig, TrainConfig  # noqa: E402
 from l2d_jax.distributed.sharding import make_mesh  # noqa: E402
@@ -106,8 +111,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leaves slow tests out unless `--slow`, `-m` or their own names ask for them; longest files come first."""
-    places = {name: place for place, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: places.get(item.path.relative_to(config.rootpath).as_posix(), len(places)))
+    places = {config.rootpath / name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path, len(places)))
     is_asked_for = config.getoption("slow") or config.option.markexpr or any("::" in name for name in config.args)
     slow = [] if is_asked_for else [item for item in items if item.get_closest_marker("slow")]
     config.hook.pytest_deselected(items=slow)
