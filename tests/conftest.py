@@ -46,10 +46,13 @@ from jaxtyping._import_hook import Typechecker  # noqa: E402
 
 from tests.support.checking import check_when_called  # noqa: E402
 
-for finder in sys.meta_path:  # jaxtyping's: the dataclasses of transformers do not survive it, nor does ours of theirs
+# The dataclasses of transformers do not survive jaxtyping's hook, nor does ours of theirs. The others have no arrays, and
+# functions so small and so often called that checking them took most of the time of the tests of data.
+_UNCHECKED = (".weights.pytorch", ".data.template_bounds", ".data.word_problems")
+for finder in sys.meta_path:
     if hasattr(finder, "modules") and "l2d_jax" in finder.modules:
         check = finder.should_instrument
-        finder.should_instrument = lambda name, check=check: check(name) and ".weights.pytorch" not in name
+        finder.should_instrument = lambda name, check=check: check(name) and not any(part in name for part in _UNCHECKED)
         Typechecker.lookup[finder._typechecker.get_hash()] = check_when_called  # the hook's own checks at each definition
 
 from l2d_jax.config.schema import MeshConfig, TrainConfig  # noqa: E402

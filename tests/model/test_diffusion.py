@@ -24,7 +24,8 @@ def test_interpolation() -> None:
 def test_inputs_have_unit_variance_at_every_time() -> None:
     data, noise = np.random.default_rng(0).normal(size=(2, 9, 4000)).astype(np.float32)
     t = np.array([0.0, 0.1, 0.5, 0.9, 0.98, 0.99, 0.999, 0.9999, 1.0], np.float32)
-    scaled = jax.jit(lambda x: diffusion.scale_input(diffusion.interpolate(data, x, t), t, 64.0))(64 * noise)
+    scale = jax.jit(lambda data, noise, t: diffusion.scale_input(diffusion.interpolate(data, noise, t), t, 64.0))
+    scaled = scale(data, 64 * noise, t)
     np.testing.assert_allclose(np.std(scaled, axis=1), 1.0, atol=0.05)
     by_hand = 5.0 / np.sqrt((0.25 * 64) ** 2 + 0.75**2)
     np.testing.assert_allclose(diffusion.scale_input(jnp.array([5.0]), jnp.array(0.75), 64.0), [by_hand], rtol=1e-6)
@@ -53,11 +54,11 @@ def test_samples_have_the_frequencies_of_the_softmax(temperature: float) -> None
     logits = np.array([0.3, -1.0, 1.2, 0.0], np.float32)
 
     @jax.jit
-    def draw(temperature: jax.Array) -> jax.Array:
+    def draw(logits: jax.Array, temperature: jax.Array) -> jax.Array:
         keys = jax.random.split(jax.random.key(0), 20000)
         return jax.vmap(lambda key: diffusion.sample_token(key, logits, temperature))(keys)
 
-    drawn = np.asarray(draw(np.float32(temperature)))
+    drawn = np.asarray(draw(logits, np.float32(temperature)))
     wanted = np.exp(logits / temperature)
     frequencies = np.bincount(drawn, minlength=4) / len(drawn)
     np.testing.assert_allclose(frequencies, wanted / wanted.sum(), atol=0.015)  # 4 standard deviations
