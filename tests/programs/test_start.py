@@ -141,7 +141,8 @@ def test_choices_are_what_the_code_behind_them_has():
 
 
 @pytest.mark.parametrize(
-    "code", ["import l2d_jax.configs.tiny", *slow("import l2d_jax; l2d_jax.load", "import l2d_jax; l2d_jax.LoadedModel")]
+    "code",
+    ["import l2d_jax.configs.tiny", *slow("import l2d_jax; l2d_jax.load", "import l2d_jax; l2d_jax.LoadedModel")],
 )
 def test_an_import_prints_nothing(code):
     assert imported(code) == ""
