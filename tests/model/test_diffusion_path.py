@@ -276,6 +276,7 @@ def test_a_full_path_starts_from_the_weights_of_the_language_model() -> None:
     np.testing.assert_array_equal(features(dense, *arguments), features(lora, *arguments))
 
 
+@pytest.mark.slow
 def test_full_copies_can_start_from_scratch(mesh: Mesh) -> None:
     llm = tiny.llm()
     for init, same in [("lm", True), ("scratch", False)]:
