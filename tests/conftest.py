@@ -5,6 +5,7 @@
 
 import gc
 import os
+import re
 import sys
 import tempfile
 import time
@@ -30,6 +31,8 @@ os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = "false"  # as `Emulator.enviro
 _caches = tempfile.TemporaryDirectory(prefix="l2d_jax_tests_")  # removed when the interpreter exits
 os.environ.pop("L2D_JAX_CACHE", None)
 os.environ["XDG_CACHE_HOME"] = _caches.name  # conversions, here and in child processes
+# matplotlib's list of all fonts takes seconds to make: it stays, too.
+os.environ.setdefault("MPLCONFIGDIR", str(_cache_home / "l2d_jax" / "matplotlib"))
 
 # Large packages before jaxtyping's hook of l2d_jax, under which Python compiles what it imports anew in each process.
 import datasets  # noqa: E402, F401
@@ -41,11 +44,18 @@ import pytest  # noqa: E402
 import transformers  # noqa: E402, F401
 from flax import nnx  # noqa: E402, F401
 from jax.sharding import Mesh  # noqa: E402
+from jaxtyping._import_hook import Typechecker  # noqa: E402
 
-for finder in sys.meta_path:  # jaxtyping's: the dataclasses of transformers do not survive it, nor does ours of theirs
+from tests.support.checking import check_when_called  # noqa: E402
+
+# The dataclasses of transformers do not survive jaxtyping's hook, nor do ours of theirs. The other modules have no
+# arrays, and functions so small and so often called that checking them took most of the time of the tests of data.
+_UNCHECKED = re.compile(r"\.weights\.pytorch|\.data\.(template_bounds|word_problems)")
+for finder in sys.meta_path:
     if hasattr(finder, "modules") and "l2d_jax" in finder.modules:
         check = finder.should_instrument
-        finder.should_instrument = lambda name, check=check: check(name) and ".weights.pytorch" not in name
+        finder.should_instrument = lambda name, check=check: check(name) and not _UNCHECKED.search(name)
+        Typechecker.lookup[finder._typechecker.get_hash()] = check_when_called  # and not where it is defined
 
 from l2d_jax.config.schema import MeshConfig, TrainConfig  # noqa: E402
 from l2d_jax.distributed.sharding import make_mesh  # noqa: E402
@@ -58,44 +68,46 @@ jax.config.update("jax_default_matmul_precision", "highest")
 
 # Files by the seconds that they take, the longest first, so that two processes end at about the same time.
 LONGEST = (
-    "tests/distributed/test_sharding.py",
-    "tests/programs/test_buckets.py",
-    "tests/parity/test_verify.py",
-    "tests/weights/test_torch_path.py",
-    "tests/serving/test_server.py",
-    "tests/distributed/test_processes.py",
+    "tests/decoding/test_exactness.py",
+    "tests/decoding/test_stream.py",
     "tests/decoding/batch/test_lanes.py",
-    "tests/test_examples.py",
-    "tests/programs/test_smollm2.py",
-    "tests/model/test_families.py",
-    "tests/programs/test_train.py",
-    "tests/parity/test_against_transformers.py",
-    "tests/programs/test_console.py",
-    "tests/training/test_faults.py",
-    "tests/decoding/test_anchored.py",
-    "tests/decoding/test_beam_search.py",
-    "tests/training/test_step.py",
-    "tests/decoding/test_refine.py",
-    "tests/programs/test_publish.py",
-    "tests/decoding/test_condition_table.py",
-    "tests/decoding/test_integrate.py",
-    "tests/decoding/test_generation.py",
-    "tests/decoding/test_batching.py",
-    "tests/training/test_objective.py",
-    "tests/weights/test_export.py",
     "tests/model/test_anchored_path.py",
-    "tests/evaluation/sandbox/test_grade.py",
-    "tests/programs/test_launch_restarts.py",
-    "tests/programs/test_evaluate.py",
-    "tests/parity/test_against_torch.py",
-    "tests/decoding/test_trace.py",
-    "tests/training/test_methods.py",
-    "tests/decoding/test_likelihood.py",
-    "tests/decoding/test_loaded_model.py",
-    "tests/programs/test_study.py",
-    "tests/decoding/test_guidance.py",
+    "tests/decoding/tools/test_call_grammar.py",
+    "tests/decoding/test_generation.py",
+    "tests/decoding/test_beam_search.py",
+    "tests/model/test_joint_pass.py",
+    "tests/serving/test_engine.py",
+    "tests/decoding/batch/test_lane_paths.py",
+    "tests/programs/test_generate.py",
+    "tests/decoding/test_side_by_side.py",
+    "tests/decoding/test_end.py",
+    "tests/decoding/test_integrate.py",
+    "tests/programs/test_start.py",
+    "tests/programs/test_report.py",
+    "tests/training/test_checkpoint.py",
+    "tests/decoding/batch/test_prefix_cache.py",
+    "tests/training/test_checkpoint_in_bucket.py",
+    "tests/decoding/test_pace.py",
+    "tests/model/test_families.py",
     "tests/model/test_few_rows.py",
+    "tests/serving/test_models.py",
+    "tests/decoding/test_search_lanes.py",
     "tests/decoding/test_decode.py",
+    "tests/serving/test_connections.py",
+    "tests/data/test_examples.py",
+    "tests/programs/test_evaluate.py",
+    "tests/serving/api/test_choices.py",
+    "tests/decoding/test_batching.py",
+    "tests/decoding/tools/test_generated_calls.py",
+    "tests/parity/test_verify.py",
+    "tests/weights/test_export.py",
+    "tests/weights/test_unfit_weights.py",
+    "tests/data/test_prepared.py",
+    "tests/model/test_llm.py",
+    "tests/weights/test_model_folder.py",
+    "tests/decoding/test_stop_strings.py",
+    "tests/decoding/test_sampler.py",
+    "tests/device/test_check.py",
 )
 
 
@@ -106,8 +118,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leaves slow tests out unless `--slow`, `-m` or their own names ask for them; longest files come first."""
-    places = {name: place for place, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: places.get(item.path.relative_to(config.rootpath).as_posix(), len(places)))
+    places = {config.rootpath / name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path, len(places)))
     is_asked_for = config.getoption("slow") or config.option.markexpr or any("::" in name for name in config.args)
     slow = [] if is_asked_for else [item for item in items if item.get_closest_marker("slow")]
     config.hook.pytest_deselected(items=slow)

@@ -1,6 +1,7 @@
 """The house keeps its order: packages import downward, folders and files stay small, a public name has one home."""
 
 import ast
+import functools
 import shutil
 import subprocess
 from collections import defaultdict
@@ -26,11 +27,19 @@ FLOORS = (  # each may import from those above it
     {"programs"},
 )  # and then the command lines of the programs, which import from all
 FLOOR = {name: number for number, names in enumerate(FLOORS) for name in names}
-FILES = {path: ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py")) if path.parent.name != "configs"}
+FILES = [path for path in sorted(PACKAGE.rglob("*.py")) if path.parent.name != "configs"]
 
 
 def module(path: Path) -> str:
     return ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")
+
+
+MODULES = {module(path) for path in FILES}
+
+
+@functools.cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
 
 
 def imports(tree: ast.Module) -> set[str]:
@@ -43,8 +52,9 @@ def imports(tree: ast.Module) -> set[str]:
     return found
 
 
-MODULES = {module(path) for path in FILES}
-IMPORTS = {module(path): imports(tree) for path, tree in FILES.items()}
+@functools.cache
+def all_imports() -> dict[str, set[str]]:
+    return {module(path): imports(parsed(path)) for path in FILES}
 
 
 def room(name: str) -> str:
@@ -53,7 +63,7 @@ def room(name: str) -> str:
 
 def test_rooms_import_downward():
     # distributed and data, weights and decoding, and serving, evaluation, performance and parity share a floor.
-    arrows = {(room(a), room(b)) for a, names in IMPORTS.items() for b in names if room(a) != room(b)}
+    arrows = {(room(a), room(b)) for a, names in all_imports().items() for b in names if room(a) != room(b)}
     programs = len(FLOORS)
     upward = {(a, b) for a, b in arrows if FLOOR.get(b, programs) > FLOOR.get(a, programs)}
     assert upward == set()
@@ -65,7 +75,7 @@ def test_no_module_imports_itself_through_others():
     def visit(name: str, path: tuple[str, ...]) -> None:
         assert name not in path, " -> ".join((*path, name))
         if name not in done:
-            for other in IMPORTS[name] - {name}:
+            for other in all_imports()[name] - {name}:
                 visit(other, (*path, name))
             done.add(name)
 
@@ -78,7 +88,7 @@ def test_no_module_imports_itself_through_others():
 def test_files_stay_small(path):
     assert len(path.read_text().splitlines()) <= 300
     if path.name == "__init__.py" and path.parent != PACKAGE:  # hands on names only
-        assert all(isinstance(node, ast.Expr | ast.ImportFrom) for node in FILES[path].body)
+        assert all(isinstance(node, ast.Expr | ast.ImportFrom) for node in parsed(path).body)
 
 
 def test_folders_stay_small():
@@ -89,8 +99,8 @@ def test_folders_stay_small():
 
 def test_a_public_name_has_one_home():
     homes = defaultdict(set)
-    for path, tree in FILES.items():
-        for node in tree.body:
+    for path in FILES:
+        for node in parsed(path).body:
             if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_"):
                 homes[node.name].add(module(path))
     of_programs = {"main", "make_parser", "run"}  # of each

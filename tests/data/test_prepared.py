@@ -25,13 +25,37 @@ def small(tmp_path, monkeypatch):
     monkeypatch.setattr(prepared, "SHARD", 8)
 
 
-@pytest.fixture
-def config(tmp_path):
+def write_rows(folder):
     """Two subsets, of 35 and 15 rows; an answer is the number of its row, and every tenth is too long."""
     for subset, numbers in {"a": range(35), "b": range(35, ROWS)}.items():
-        write(tmp_path / "rows" / subset / "train.jsonl", numbers)
-        write(tmp_path / "rows" / subset / "test.jsonl", range(1, 4))
-    return DataConfig(source=str(tmp_path / "rows"), subsets=("a", "b"), max_length=160, validation_examples=None)
+        write(folder / "rows" / subset / "train.jsonl", numbers)
+        write(folder / "rows" / subset / "test.jsonl", range(1, 4))
+    return DataConfig(source=str(folder / "rows"), subsets=("a", "b"), max_length=160, validation_examples=None)
+
+
+@pytest.fixture
+def config(tmp_path):
+    """Of rows that a test may change."""
+    return write_rows(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """Rows that no test changes, and the bytes of their preparations, by packing, in folders of that name."""
+    folder = tmp_path_factory.mktemp("made")
+    config = write_rows(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(datasets.config, "HF_DATASETS_CACHE", folder / "cache")
+        patch.setattr(prepared, "SHARD", 8)
+        packings = {str(packing): dataclasses.replace(config, packing=packing) for packing in (False, True)}
+        sizes = {name: prepare(packed, folder / name) for name, packed in packings.items()}
+    return config, folder, sizes
+
+
+@pytest.fixture
+def out(made, tmp_path):
+    """A preparation without packing, which a test may change."""
+    return shutil.copytree(made[1] / "False", tmp_path / "out")
 
 
 def write(path, numbers, **more):
@@ -146,9 +170,11 @@ def flip(file, place):
     ],
 )
 @pytest.mark.parametrize("suffix", [".arrow", ".npz"])
-def test_a_damaged_file_is_named_and_mended(config, tmp_path, damage, suffix):
-    config = dataclasses.replace(config, packing=True)
-    size = prepare(config, tmp_path / "out")
+def test_a_damaged_file_is_named_and_mended(made, tmp_path, monkeypatch, damage, suffix):
+    config, folder, sizes = made
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", folder / "cache")  # which the bytes of shards depend on
+    config, size = dataclasses.replace(config, packing=True), sizes["True"]
+    shutil.copytree(folder / "True", tmp_path / "out")
     file = next((tmp_path / "out" / "shards").glob(f"*{suffix}"))
     content = file.read_bytes()
     damage(file)
@@ -161,11 +187,10 @@ def test_a_damaged_file_is_named_and_mended(config, tmp_path, damage, suffix):
 
 
 @pytest.mark.parametrize("damage", [lambda text: text[:-20], lambda text: text.replace("4", "5", 1), lambda _: "{}"])
-def test_a_damaged_manifest_is_refused(config, tmp_path, damage):
-    prepare(config, tmp_path / "out")
-    file = tmp_path / "out" / "manifest.json"
+def test_a_damaged_manifest_is_refused(made, out, damage):
+    config, file = made[0], out / "manifest.json"
     file.write_text(damage(file.read_text()))
-    for act in (lambda: load(using(config, tmp_path / "out")), lambda: prepare(config, tmp_path / "out")):
+    for act in (lambda: load(using(config, out)), lambda: prepare(config, out)):
         with pytest.raises(InputError, match=r"manifest.json(: malformed JSON| is not as it was written: remove it)"):
             act()
 
@@ -193,22 +218,20 @@ OTHER.chat_template += " "
         ({"prepared": "nowhere"}, r"nowhere has no manifest.json: its preparation has not ended, or it is another"),
     ],
 )
-def test_a_folder_of_something_else_is_refused(config, tmp_path, changes, message):
-    prepare(config, tmp_path / "out")
-    other = dataclasses.replace(using(config, tmp_path / "out"), **changes)
+def test_a_folder_of_something_else_is_refused(made, out, changes, message):
+    other = dataclasses.replace(using(made[0], out), **changes)
     with pytest.raises(InputError, match=message):
         prepared.read_prepared(other, other.train_split)  # before there is a tokenizer
     if "prepared with" in message:
         with pytest.raises(InputError, match=message):
-            prepare(dataclasses.replace(other, prepared=None), tmp_path / "out")
+            prepare(dataclasses.replace(other, prepared=None), out)
 
 
-def test_another_tokenizer_is_refused(config, tmp_path):
-    prepare(config, tmp_path / "out")
+def test_another_tokenizer_is_refused(made, out):
     with pytest.raises(
         InputError, match=r"out was prepared with tokenizer '[0-9a-f]{32}', not '[0-9a-f]{32}': go back"
     ):
-        Examples.load(using(config, tmp_path / "out"), OTHER, split="train")
+        Examples.load(using(made[0], out), OTHER, split="train")
 
 
 def test_nothing_is_written_into_a_folder_of_other_things(config, tmp_path):

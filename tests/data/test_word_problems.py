@@ -72,15 +72,15 @@ def test_splits_share_no_numbers():
     seen = {}
     for split in SPLITS:
         for seed in (0, 1):
-            for index in range(800):
+            for index in range(20 * len(STORIES)):
                 question = problem(index, seed=seed, split=split).question
                 key = index % len(STORIES), *re.findall(r"\d+", question)
                 assert seen.setdefault(key, split) == split, question
 
 
 def test_few_repeats():
-    rows = conversations(5000)
-    assert len({json.dumps(row) for row in rows}) > 4950
+    rows = conversations(2000)
+    assert len({json.dumps(row) for row in rows}) > 1980
 
 
 def test_rows_are_conversations():
@@ -97,7 +97,7 @@ def test_rows_are_conversations():
 
 
 def test_texts_are_clean_and_short():
-    for index in range(2000):
+    for index in range(50 * len(STORIES)):
         made = problem(index)
         assert not re.search(r"  | 1 [a-z]+s\b|[{}]| \.", made.question + made.solution), made
         assert made.question.endswith("?")

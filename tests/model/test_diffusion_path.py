@@ -52,7 +52,7 @@ def correction(path: DiffusionPath, llm: LLM, x: Any, t: Any, context: Context) 
 
 
 def noise(*shape: int, seed: int = 0) -> jax.Array:
-    return 64 * jax.random.normal(jax.random.key(seed), shape)
+    return jnp.asarray(64 * np.random.default_rng(seed).normal(size=shape), jnp.float32)
 
 
 # --- where the correction is zero ---
@@ -89,28 +89,33 @@ def test_there_is_no_correction_at_time_zero(variant: str) -> None:
 
 
 def test_a_position_depends_on_no_other_diffusion_token_and_on_nothing_later() -> None:
-    llm, path, tokens, x = tiny.llm(), tiny.path(), tiny.tokens(1, 8), noise(1, 8, 16)
-    t, context = jnp.full((1, 8), 0.4), read(llm, tokens)
-    before = correction(path, llm, x, t, context)
+    llm, path, tokens, x = tiny.llm(), tiny.path(), np.array(tiny.tokens(2, 8)), np.array(noise(2, 8, 16))
+    t, context = np.full((2, 8), 0.4, np.float32), read(llm, tokens)
+    before = np.asarray(correction(path, llm, x, t, context))
 
-    changed_x = noise(1, 8, 16, seed=1).at[:, 5].set(x[:, 5])
-    others = correction(path, llm, changed_x, t.at[0, 3].set(0.9), context)
+    changed_x, changed_t = np.array(noise(2, 8, 16, seed=1)), t.copy()
+    changed_x[:, 5], changed_t[:, 3] = x[:, 5], 0.9
+    others = np.asarray(correction(path, llm, changed_x, changed_t, context))
     np.testing.assert_array_equal(others[:, 5], before[:, 5])
     assert not np.isclose(others[:, 4], before[:, 4]).any()
 
-    changed = tokens.at[0, 5].add(1) % 96
-    after = correction(path, llm, x, t, read(llm, changed))
+    tokens[:, 5] = (tokens[:, 5] + 1) % 96
+    after = np.asarray(correction(path, llm, x, t, read(llm, tokens)))
     np.testing.assert_array_equal(after[:, :5], before[:, :5])  # a later token
     assert (np.max(np.abs(after[:, 5:] - before[:, 5:]), axis=-1) > 1e-4).all()  # its own and earlier ones
 
 
 def test_a_few_positions_at_a_time_and_a_larger_cache_change_nothing() -> None:
     llm, path, tokens, x = tiny.llm(), tiny.path(), tiny.tokens(2, 8), noise(2, 8, 16)
-    t, context = jax.random.uniform(jax.random.key(2), (2, 8)), read(llm, tokens)
-    whole = correction(path, llm, x, t, context)
-    some = jnp.array([[5, 2, 6], [7, 0, 0]], jnp.int32)
-    pick = jax.vmap(lambda array, index: array[index])
-    room = KVCache.empty(llm.architecture, 2, 11, dtype=jnp.float32).extend(context.cache)
+    t, context = np.random.default_rng(2).uniform(size=(2, 8)).astype(np.float32), read(llm, np.asarray(tokens))
+    whole = correction(path, llm, np.asarray(x), t, context)
+    some = np.array([[5, 2, 6], [7, 0, 0]], np.int32)
+    room = jax.jit(KVCache.extend)(KVCache.empty(llm.architecture, 2, 11, dtype=jnp.float32), context.cache)
+
+    def pick(array: Any, index: Any) -> Any:
+        array = np.asarray(array)
+        return np.take_along_axis(array, index.reshape(*index.shape, *[1] * (array.ndim - 2)), axis=1)
+
     few = correction(path, llm, pick(x, some), pick(t, some), Context(pick(context.hidden, some), room, some))
     wanted = pick(whole, some)
     np.testing.assert_allclose(few, wanted, rtol=1e-5, atol=1e-5 * np.abs(wanted).max())
@@ -152,9 +157,10 @@ def test_the_path_equals_its_plain_version(kind: str, variant: str) -> None:
 
 
 def test_no_label_is_the_null_class_and_one_time_serves_all_positions() -> None:
-    llm, path, tokens, x = tiny.llm(), tiny.path(classes=3), tiny.tokens(2, 6), noise(2, 6, 16)
-    shared = correction(path, llm, x, jnp.full((1, 1), 0.6), read(llm, tokens))
-    each = correction(path, llm, x, jnp.full((2, 6), 0.6), read(llm, tokens, jnp.full((2, 6), 3)))
+    llm, path, tokens, x = tiny.llm(), tiny.path(classes=3), np.asarray(tiny.tokens(2, 8)), np.asarray(noise(2, 8, 16))
+    shared = correction(path, llm, x, np.full((1, 1), 0.6, np.float32), read(llm, tokens))
+    labelled = read(llm, tokens)._replace(labels=np.full((2, 8), 3, np.int32))
+    each = correction(path, llm, x, np.full((2, 8), 0.6, np.float32), labelled)
     np.testing.assert_allclose(shared, each, atol=1e-4)
 
 
@@ -270,6 +276,7 @@ def test_a_full_path_starts_from_the_weights_of_the_language_model() -> None:
     np.testing.assert_array_equal(features(dense, *arguments), features(lora, *arguments))
 
 
+@pytest.mark.slow
 def test_full_copies_can_start_from_scratch(mesh: Mesh) -> None:
     llm = tiny.llm()
     for init, same in [("lm", True), ("scratch", False)]:

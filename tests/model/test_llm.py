@@ -139,32 +139,32 @@ def layout(name: str, count: int, slots: int) -> np.ndarray:
 @pytest.mark.parametrize("name", ["right", "left", "gaps"])
 def test_padding_and_batch_mates_change_nothing(name: str) -> None:
     """Ragged sequences in one batch, with the same program for each layout, against each alone and without padding."""
-    llm, counts, slots = tiny.llm("qwen"), [7, 3, 10], 12
-    tokens, positions = np.array(tiny.tokens(3, slots, seed=1)), np.full((3, slots), -1)
-    texts = [np.array(tiny.tokens(1, count, seed=count)) for count in counts]
+    llm, counts, slots = tiny.llm("qwen"), [7, 3, 7], 12
+    tokens, positions = np.array(tiny.tokens(3, slots, seed=1)), np.full((3, slots), -1, np.int32)
+    texts = [np.array(tiny.tokens(1, count, seed=row)) for row, count in enumerate(counts)]
     places = [layout(name, count, slots) for count in counts]
     for row, (text, place) in enumerate(zip(texts, places, strict=True)):
         tokens[row, place], positions[row, place] = text[0], np.arange(len(place))
-    together = np.asarray(run(llm, jnp.asarray(tokens), jnp.asarray(positions)))
+    together = np.asarray(run(llm, tokens, positions))
     assert np.isfinite(together).all()
     for row, (text, place) in enumerate(zip(texts, places, strict=True)):
-        alone = run(llm, jnp.asarray(text), tiny.positions(jnp.asarray(text)))
+        alone = np.asarray(run(llm, text, np.arange(text.shape[1], dtype=np.int32)[None]))
         np.testing.assert_allclose(together[row, place], alone[0], atol=1e-5)
 
 
 def test_decoding_after_padding_equals_the_full_pass() -> None:
     """One sequence padded on the right, the other on the left: the next token lies in the same slot for both."""
-    llm, text = tiny.llm(), tiny.tokens(2, 6)
+    llm, text = tiny.llm(), np.array(tiny.tokens(2, 6))
     prompts, pad = [4, 3], -1
-    positions = jnp.array([[0, 1, 2, 3, pad], [pad, pad, 0, 1, 2]], jnp.int32)
-    tokens = jnp.array([[*text[0, :4], 0], [0, 0, *text[1, :3]]], jnp.int32)
+    positions = np.array([[0, 1, 2, 3, pad], [pad, pad, 0, 1, 2]], np.int32)
+    tokens = np.array([[*text[0, :4], 0], [0, 0, *text[1, :3]]], np.int32)
     cache = KVCache.empty(llm.architecture, 2, 7, dtype=jnp.float32)
     _, cache = extend(llm, tokens, positions, cache)
-    whole = run(llm, text, tiny.positions(text))
+    whole = np.asarray(run(llm, text, np.array(tiny.positions(text))))
     for step in range(2):
-        at = jnp.array([[prompt + step] for prompt in prompts], jnp.int32)
-        logits, cache = extend(llm, jnp.take_along_axis(text, at, axis=1), at, cache)
-        np.testing.assert_allclose(logits[:, 0], whole[jnp.arange(2), at[:, 0]], atol=1e-5)
+        at = np.array([[prompt + step] for prompt in prompts], np.int32)
+        logits, cache = extend(llm, np.take_along_axis(text, at, axis=1), at, cache)
+        np.testing.assert_allclose(np.asarray(logits)[:, 0], whole[np.arange(2), at[:, 0]], atol=1e-5)
 
 
 @pytest.mark.parametrize(("platform", "states"), [("tpu", jnp.bfloat16), ("cpu", jnp.float32)])
@@ -182,4 +182,4 @@ def test_nothing_that_is_declared_goes_unread() -> None:
     llm, tokens = tiny.llm("qwen"), tiny.tokens(1, 6)
     gradient = jax.jit(jax.grad(lambda llm: jnp.sum(jnp.sin(run(llm, tokens, tiny.positions(tokens))))))(llm)
     for path, leaf in jax.tree_util.tree_leaves_with_path(gradient):
-        assert float(jnp.max(jnp.abs(leaf))) > 0, jax.tree_util.keystr(path)
+        assert np.asarray(leaf).any(), jax.tree_util.keystr(path)

@@ -12,7 +12,7 @@ from safetensors.numpy import load_file, save_file
 from l2d_jax import convert, generate, train, verify
 from l2d_jax.files import read_json
 from l2d_jax.loading import load
-from l2d_jax.reports import publication
+from l2d_jax.weights import publish as writing
 from tests.support.exports import files
 from tests.support.fake_hub import fake_hub
 from tests.support.programs import call, options, write_base, write_tasks
@@ -90,7 +90,7 @@ def test_a_run_without_a_validation_is_refused_before_anything_is_written(traine
     file = tmp_path / "run" / "metrics.jsonl"
     kept = [line for line in file.read_text().splitlines() if "validation/loss" not in line]
     file.write_text("".join(line + "\n" for line in kept))
-    monkeypatch.setattr(publication.publish, "write_torch_folder", lambda *_, **__: pytest.fail("wrote the path"))
+    monkeypatch.setattr(writing, "write_torch_folder", lambda *_, **__: pytest.fail("wrote the path"))
     assert "has no validation in metrics.jsonl" in publish(tmp_path / "run", "--dry_run", tmp_path / "out").error
 
 

@@ -38,63 +38,78 @@ LARGE += ("pandas", "pyarrow", "huggingface_hub", "starlette", "uvicorn", "tenso
 SECONDS = 1.0  # of CPU time, user and system; about 0.2 where bytecode is kept
 
 STATUS = """
-import json, resource, runpy, sys
-from tests.support.marks import slow
-sys.argv = ["l2d", *sys.argv[2:]] if sys.argv[1] == "l2d_jax" else sys.argv[1:]
-name = {name!r}
-try:
-    runpy.run_module(name, run_name="__main__", alter_sys=False)
-except SystemExit as end:
+import contextlib, io, json, resource, runpy, sys
+ended, before = [], 0.0
+for name, *arguments in json.loads(sys.argv[1]):
+    sys.argv = ["l2d" if name == "l2d_jax" else name, *arguments]
+    out, err = (io.TextIOWrapper(io.BytesIO(), "utf-8", write_through=True) for _ in range(2))
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            runpy.run_module(name, run_name="__main__", alter_sys=False)
+        except SystemExit as end:
+            status = end.code or 0
     used = resource.getrusage(resource.RUSAGE_SELF)
     large = sorted({{module.partition(".")[0] for module in sys.modules}} & set({large!r}))
-    print(json.dumps([end.code or 0, large, used.ru_utime + used.ru_stime]), file=sys.stderr)
+    ended.append([status, large, used.ru_utime + used.ru_stime - before])
+    ended[-1] += [stream.buffer.getvalue().decode() for stream in (out, err)]
+    before = used.ru_utime + used.ru_stime
+print(json.dumps(ended))
 """
 
 
-def start(module, *arguments):
-    """Exit status, large libraries that were imported, seconds of CPU time, and both streams, of a new process."""
-    command = [sys.executable, "-c", STATUS.format(name=module, large=LARGE), module, *map(str, arguments)]
+def start(*commands):
+    """Of each: exit status, large libraries imported by then, seconds of CPU time, and both streams.
+
+    One new process runs all of them. The first one's seconds have the start of Python, and what all import.
+    """
+    command = [sys.executable, "-c", STATUS.format(large=LARGE), json.dumps([[*map(str, one)] for one in commands])]
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     environment |= {"PYTHONPATH": str(ROOT)}
-    ended = subprocess.run(command, capture_output=True, text=True, env=environment)
-    *lines, last = ended.stderr.splitlines()
-    return *json.loads(last), ended.stdout, "\n".join(lines)
+    ended = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
+    assert ended.stderr == ""
+    return json.loads(ended.stdout)
 
 
-def quick(module, *arguments):
-    """The status and the streams of a start that must be quick; the second of two, if the first compiles bytecode."""
+def quick(*commands):
+    """The status and the streams of starts that must be quick; the second of two, if the first compiles bytecode."""
     for _ in range(2):
-        status, large, seconds, out, err = start(module, *arguments)
-        assert large == []
-        if seconds < SECONDS:
-            return status, out, err
-    raise AssertionError(f"{module} {arguments} took {seconds:.1f} s of CPU time")
+        ended = start(*commands)
+        assert [large for _, large, *_ in ended] == [[]] * len(commands)
+        seconds = [used for _, _, used, *_ in ended]
+        if seconds[0] + max([0, *seconds[1:]]) < SECONDS:
+            return [(status, out, err.rstrip()) for status, _, _, out, err in ended]
+    raise AssertionError(f"{commands} took {seconds} s of CPU time")
 
 
-@pytest.mark.parametrize("program", starter.PROGRAMS)
-def test_help_is_quick_and_names_the_command(program):
-    status, out, err = quick(f"l2d_jax.{program}", "--help")
-    assert (status, err) == (0, "")
-    assert out.startswith(f"usage: python -m l2d_jax.{program} ")
+def test_help_is_quick_and_names_the_command():
+    ended = quick(*((f"l2d_jax.{program}", "--help") for program in starter.PROGRAMS))
+    for program, (status, out, err) in zip(starter.PROGRAMS, ended, strict=True):
+        assert (status, err) == (0, "")
+        assert out.startswith(f"usage: python -m l2d_jax.{program} ")
 
 
 def test_a_mistyped_option_or_program_is_answered_quickly():
-    status, _, err = quick("l2d_jax.train", "--config", TINY, "--config.trian.steps=3")
-    assert (status, err) == (2, "error: unknown option config.trian: did you mean 'train'?")
-    status, _, err = quick("l2d_jax.train", "--config", TINY, "--workdri", "x")
-    assert (status, err) == (2, "error: unknown argument '--workdri' (--help lists the options)")
-    status, _, err = quick("l2d_jax.generate", "--model", "x", "--bugdet", "3")
-    assert (status, err) == (2, "error: unrecognized arguments: --bugdet 3 (--help lists the options)")
-    status, _, err = quick("l2d_jax", "trian")
-    assert (status, err) == (2, "error: no program 'trian': did you mean 'train'? (l2d --help lists them)")
+    ended = quick(
+        ("l2d_jax.train", "--config", TINY, "--config.trian.steps=3"),
+        ("l2d_jax.train", "--config", TINY, "--workdri", "x"),
+        ("l2d_jax.generate", "--model", "x", "--bugdet", "3"),
+        ("l2d_jax", "trian"),
+    )
+    assert [(status, err) for status, _, err in ended] == [
+        (2, "error: unknown option config.trian: did you mean 'train'?"),
+        (2, "error: unknown argument '--workdri' (--help lists the options)"),
+        (2, "error: unrecognized arguments: --bugdet 3 (--help lists the options)"),
+        (2, "error: no program 'trian': did you mean 'train'? (l2d --help lists them)"),
+    ]
 
 
 def test_l2d_lists_the_programs():
-    status, out, _ = quick("l2d_jax")
+    alone, asked, train = quick(("l2d_jax",), ("l2d_jax", "--help"), ("l2d_jax", "train", "--help"))
+    status, out, _ = alone
     assert status == 0
-    assert quick("l2d_jax", "--help")[1] == out
+    assert asked[1] == out
     assert re.findall(r"^  (\w+) ", out, re.MULTILINE) == list(starter.PROGRAMS)
-    status, out, _ = quick("l2d_jax", "train", "--help")
+    status, out, _ = train
     assert status == 0
     assert out.startswith("usage: l2d train ")
     assert all("l2d_jax.programs" not in line for line in out.splitlines())
@@ -127,35 +142,42 @@ def test_choices_are_what_the_code_behind_them_has():
 
 @pytest.mark.parametrize(
     "code",
-    [
-        "import l2d_jax; l2d_jax.load",
-        *slow("import l2d_jax; l2d_jax.LoadedModel"),
-        "from l2d_jax.programs import generate, evaluate, train",
-        "import l2d_jax.configs.tiny",
-    ],
+    ["import l2d_jax.configs.tiny", *slow("import l2d_jax; l2d_jax.load", "import l2d_jax; l2d_jax.LoadedModel")],
 )
 def test_an_import_prints_nothing(code):
-    """Above all not that transformers has found no PyTorch, which nothing here needs."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRANSFORMERS_NO_ADVISORY_WARNINGS"}
-    command = [sys.executable, "-c", code]
-    ended = subprocess.run(command, capture_output=True, text=True, env=environment | {"PYTHONPATH": str(ROOT)})
-    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
+    assert imported(code) == ""
 
 
 @pytest.mark.parametrize(
-    ("program", "unused"),
+    "unused",
     [
-        ("report", ["jax", "transformers", "datasets"]),
-        ("generate", ["orbax", "datasets", "grain", "matplotlib"]),
-        pytest.param("serve", ["orbax", "datasets", "grain", "matplotlib"], marks=pytest.mark.slow),
-        ("convert", ["orbax", "datasets", "grain", "matplotlib", "diffrax"]),
-        ("train", ["matplotlib", "scipy", "sympy"]),
-        pytest.param("evaluate", ["orbax", "grain", "matplotlib", "sympy"], marks=pytest.mark.slow),
+        {"l2d_jax.programs.report": ["jax", "transformers", "datasets"]},
+        {
+            "l2d_jax.programs.convert": ["orbax", "datasets", "grain", "matplotlib", "diffrax", "torch"],
+            "l2d_jax; l2d_jax.load": ["orbax", "datasets", "grain", "matplotlib", "torch"],
+            "l2d_jax.programs.generate": ["orbax", "datasets", "grain", "matplotlib", "torch"],
+            "l2d_jax.programs.serve": ["orbax", "datasets", "grain", "matplotlib", "torch"],
+            "l2d_jax.programs.train": ["matplotlib", "scipy", "sympy", "torch"],
+            "l2d_jax.programs.verify": ["matplotlib", "sympy", "torch"],
+            "l2d_jax.programs.evaluate": ["matplotlib", "sympy", "torch"],
+        },
+        *slow({"l2d_jax.programs.evaluate": ["orbax", "grain", "matplotlib", "sympy"]}),
     ],
+    ids=lambda unused: " ".join(name.rpartition(".")[2] for name in unused),
 )
-def test_a_program_does_not_import_what_it_may_not_need(program, unused):
-    """A workdir needs orbax, an answer of MATH SymPy, a figure matplotlib: each is imported where it is needed."""
-    code = f"import sys, l2d_jax.programs.{program}; print(sorted(set({unused}) & set(sys.modules)))"
+def test_a_program_does_not_import_what_it_may_not_need(unused):
+    """A workdir needs orbax, an answer of MATH SymPy, a figure matplotlib: each is imported where it is needed.
+
+    One process imports programs in turn, those that need less first, and prints nothing of its own.
+    """
+    shown = (f"import {name}; print(sorted(set({names}) & set(sys.modules)))" for name, names in unused.items())
+    assert imported("\n".join(["import sys", *shown])) == "[]\n" * len(unused)
+
+
+def imported(code):
+    """What a process prints; above all not that transformers has found no PyTorch, which nothing here needs."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRANSFORMERS_NO_ADVISORY_WARNINGS"}
     command = [sys.executable, "-c", code]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    assert subprocess.run(command, capture_output=True, text=True, env=environment, check=True).stdout == "[]\n"
+    ended = subprocess.run(command, capture_output=True, text=True, env=environment | {"PYTHONPATH": str(ROOT)})
+    assert (ended.returncode, ended.stderr) == (0, "")
+    return ended.stdout

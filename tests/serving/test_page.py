@@ -11,7 +11,6 @@ import pytest
 from l2d_jax.serving.models import Catalogue
 from tests.support.served import served, serving, talking_base, talking_model, talking_path
 
-playwright = pytest.importorskip("playwright.sync_api", reason="playwright is in the extra dev")
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")]
 CHAT = "**/v1/chat/completions"
@@ -40,7 +39,12 @@ def server_url() -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
+def playwright() -> Any:
+    return pytest.importorskip("playwright.sync_api", reason="playwright is in the extra dev")
+
+
+@pytest.fixture(scope="module")
+def browser(playwright: Any) -> Iterator[Any]:
     with playwright.sync_playwright() as play:
         yield play.chromium.launch(executable_path=CHROMIUM)
 
@@ -150,7 +154,7 @@ def test_a_token_tells_what_it_was(visit):
     assert tip.is_hidden()
 
 
-def test_stop_aborts_both_requests(visit):
+def test_stop_aborts_both_requests(visit, playwright):
     """What has come stays, without colours, and the next question can be asked."""
     page, failed = visit(), []
     page.on("requestfailed", lambda request: failed.append(request.failure))
@@ -178,7 +182,7 @@ def test_stop_aborts_both_requests(visit):
         (None, "cannot be reached"),
     ],
 )
-def test_errors_stand_in_the_place_of_the_answer(visit, reply, message):
+def test_errors_stand_in_the_place_of_the_answer(visit, playwright, reply, message):
     """Whatever goes wrong is said on both sides, as text, and the next question can be asked."""
     page = visit()
     page.route(CHAT, lambda route: route.fulfill(**reply) if reply else route.abort())
@@ -207,7 +211,7 @@ def test_the_key_is_asked_for_and_sent(visit, server_url):
     assert page.evaluate("localStorage.length + sessionStorage.length + document.cookie.length") == 0
 
 
-def test_a_model_without_a_path_has_one_side(visit):
+def test_a_model_without_a_path_has_one_side(visit, playwright):
     """There is nothing to compare, and no scale of t."""
     page = visit()
     model = {"id": "plain", "budgets": [1], "max_tokens": 64, "has_path": False}

@@ -25,6 +25,7 @@ from l2d_jax.data.tokenizer import byte_tokenizer
 from l2d_jax.evaluate import OF_MODEL, SECTIONS
 from l2d_jax.files import read_json
 from l2d_jax.model.architecture import Architecture
+from l2d_jax.model.diffusion_path import DiffusionPath
 from l2d_jax.model.llm import LLM
 from l2d_jax.training.metrics import read_metrics
 from l2d_jax.weights import base_model, mapping, model_folder, release
@@ -141,9 +142,9 @@ def open_base(config: ModelConfig, mesh: Mesh, *, seed: int = 0) -> Base:
 def write_model(folder: Path, base: Path, mesh: Mesh, *, seed: int = 0, **changes: Any) -> Path:
     """A model folder with a path that says something else than its base."""
     shutil.copytree(base, folder)
-    llm = open_base(ModelConfig(name=str(base), dtype="float32"), mesh).llm
-    path = tiny.randomise(model_folder.new_path(dataclasses.replace(PATH, **changes), llm, mesh, seed=0), seed=seed)
-    path = dataclasses.replace(path, merge=jax.tree.map(lambda leaf: 10 * leaf, path.merge))
+    architecture = Architecture.from_hf(read_json(base / "config.json"))
+    path = tiny.randomise(DiffusionPath.declare(dataclasses.replace(PATH, **changes), architecture), seed=seed)
+    path = dataclasses.replace(path, merge=jax.tree.map(lambda leaf: 10 * np.asarray(leaf), path.merge))
     fingerprint = base_model.find_base(ModelConfig(name=str(base))).fingerprint
     model_folder.save_path(folder, path, base=str(base), base_fingerprint=fingerprint)
     return folder

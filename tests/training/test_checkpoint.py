@@ -15,6 +15,7 @@ from l2d_jax.model.diffusion_path import DiffusionPath
 from l2d_jax.training import manifest
 from l2d_jax.training.checkpoint import SURPLUS, Checkpoints
 from tests.support import tiny
+from tests.support.marks import slow
 from tests.support.odd_files import ODD, make_odd
 from tests.support.programs import full_disk, same_bits
 
@@ -184,9 +185,11 @@ FILES = {  # every kind that a step has
     "orbax's mark of the step": "commit_success.txt",
     "the manifest": "manifest.json",
 }
-ONE_FILE = [(damage, name) for damage in (flip, truncate, empty, Path.unlink) for name in FILES]
-ODD_PLACES = ("names and shapes", "orbax's mark of the step", "the manifest")
-ODD_FILES = [(partial(make_odd, kind=kind), name) for name in ODD_PLACES for kind in ODD]
+ONE_FILE = [(damage, name) for damage in (truncate, empty, Path.unlink) for name in FILES]
+FLIPPED = [(flip, name) for name in FILES]  # which `test_every_byte_counts` does, too
+ODD_FILES = [(partial(make_odd, kind=kind), "the manifest") for kind in ODD]
+OTHERS = ("names and shapes", "orbax's mark of the step")
+MORE_ODD = [(partial(make_odd, kind=kind), name) for name in OTHERS for kind in ODD]
 
 
 def remove_files(step):
@@ -204,6 +207,10 @@ def put_another_in_its_place(step):
     shutil.copytree(step.with_name("1"), step)
 
 
+def slow_pairs(*pairs):
+    return [pytest.param(*pair, marks=pytest.mark.slow) for pair in pairs]
+
+
 WHOLE = [(damage, None) for damage in (remove_files, cut_off, put_another_in_its_place)]
 
 
@@ -211,7 +218,7 @@ def spoil(folder, damage, name):
     damage(folder / "2" if name is None else max(folder.glob(f"2/{FILES[name]}"), key=lambda path: path.stat().st_size))
 
 
-@pytest.mark.parametrize(("damage", "name"), [*ONE_FILE, *ODD_FILES, *WHOLE])
+@pytest.mark.parametrize(("damage", "name"), [*ONE_FILE, *slow_pairs(*FLIPPED, *MORE_ODD), *ODD_FILES, *WHOLE])
 def test_the_older_step_is_used_and_the_bad_one_kept(two_steps, tmp_path, capsys, damage, name):
     """Whatever is wrong with the newer one: it is named, and left as it is."""
     folder = Path(shutil.copytree(two_steps, tmp_path / "checkpoints"))
@@ -242,8 +249,18 @@ def test_a_bad_step_that_is_saved_anew_is_moved_aside(two_steps, tmp_path, capsy
     assert content(folder / "2.broken") == bad
 
 
-@pytest.mark.parametrize("made", [Path.mkdir, Path.touch, *(partial(make_odd, kind=kind) for kind in ODD)])
-@pytest.mark.parametrize("name", ["9" * 200, "3", "3.orbax-checkpoint-tmp", "004"])
+MADE = [Path.mkdir, Path.touch, *(partial(make_odd, kind=kind) for kind in ODD)]
+NAMES = ["9" * 200, "3", "3.orbax-checkpoint-tmp", "004"]
+
+
+@pytest.mark.parametrize(
+    ("name", "made"),
+    [
+        *(("3", made) for made in MADE),
+        *((name, Path.mkdir) for name in NAMES if name != "3"),
+        *slow_pairs(*((name, made) for name in NAMES if name != "3" for made in MADE[1:])),
+    ],
+)
 def test_what_has_the_name_of_a_step_and_is_none(two_steps, tmp_path, capsys, name, made):
     folder = Path(shutil.copytree(two_steps, tmp_path / "checkpoints"))
     made(folder / name)
@@ -257,7 +274,7 @@ def test_what_has_the_name_of_a_step_and_is_none(two_steps, tmp_path, capsys, na
     assert os.path.lexists(folder / name)
 
 
-@pytest.mark.parametrize("bit", range(8))
+@pytest.mark.parametrize("bit", [0, *slow(*range(1, 7)), 7])
 def test_every_byte_counts(two_steps, tmp_path, bit):
     """One bit of any one byte of any file, also of those that were chosen above for their size."""
     rng = np.random.default_rng(bit)

@@ -12,6 +12,7 @@ from l2d_jax.errors import InputError
 from l2d_jax.weights import base_model, mapping, model_folder
 from l2d_jax.weights.safetensors_file import SafetensorsFolder, write_safetensors
 from tests.support import tiny
+from tests.support.marks import slow
 from tests.support.programs import base_tensors, config, open_base, same_bits, write_base
 
 
@@ -141,7 +142,7 @@ def test_a_bad_description_of_a_path_is_one_line(tmp_path, mesh, text, message):
     assert message in str(caught.value)
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen"])
+@pytest.mark.parametrize("kind", [*slow("llama"), "qwen"])
 def test_full_copies_start_as_the_language_models_layers(mesh, kind):
     llm = tiny.llm(kind)
     path = model_folder.new_path(tiny.path_config(layers="dense"), llm, mesh, seed=0)

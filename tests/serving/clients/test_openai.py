@@ -9,7 +9,6 @@ import pytest
 from tests.serving.clients.questions import FORMAT, ONE_CALL, QUESTION, SCHEMA, TOOL, TURNS, is_trip
 from tests.serving.clients.server import KEY, Server
 
-openai = pytest.importorskip("openai")
 pydantic = pytest.importorskip("pydantic")
 OWN: dict[str, Any] = {"seed": 1, "temperature": 1.0}
 FLAT = {"type": "function", **TOOL["function"]}
@@ -21,7 +20,13 @@ class Trip(pydantic.BaseModel):  # type: ignore[name-defined, misc]
 
 
 @pytest.fixture(scope="module")
-def client(server: Server) -> Any:
+def openai() -> Any:
+    """The package, whose import takes seconds."""
+    return pytest.importorskip("openai")
+
+
+@pytest.fixture(scope="module")
+def client(server: Server, openai: Any) -> Any:
     return openai.OpenAI(base_url=server.api, api_key=KEY, max_retries=0, timeout=300)
 
 
@@ -57,7 +62,7 @@ def test_streams_and_their_usage(client, server):
 
 
 @pytest.mark.slow
-def test_an_event_loop(server):
+def test_an_event_loop(server, openai):
     async def ask() -> tuple[str, str, str]:
         async with openai.AsyncOpenAI(base_url=server.api, api_key=KEY, max_retries=0) as client:
             whole, stream, response = await asyncio.gather(
@@ -130,7 +135,7 @@ def test_responses_are_the_answers_of_a_chat(client, server):
     assert events[-1].response.output_text == wanted
 
 
-def test_errors_are_the_clients_own(client, server):
+def test_errors_are_the_clients_own(client, openai):
     for ask, fields in ((chat, {"temperature": -1}), (respond, {"temperature": -1})):
         with pytest.raises(openai.BadRequestError, match=r"temperature must be in \[0, 1000\]"):
             ask(client, **fields)
