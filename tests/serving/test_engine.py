@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import pytest
 
-from l2d_jax.config.schema import DecodeConfig
+from l2d_jax.config.schema import DecodeConfig, MeshConfig
 from l2d_jax.decoding.batch import lanes
 from l2d_jax.decoding.batch.lanes import Lanes
 from l2d_jax.decoding.batch.prompt_reader import PIECE
@@ -21,6 +21,7 @@ from l2d_jax.decoding.generation import generate_tokens, make_answers
 from l2d_jax.decoding.loaded_model import LoadedModel
 from l2d_jax.decoding.requests import Answer, Piece, Prompt, Request, Restrictions, path_config
 from l2d_jax.decoding.stop_strings import StopSearch
+from l2d_jax.distributed.sharding import make_mesh
 from l2d_jax.errors import RunError
 from l2d_jax.serving import models as opened
 from l2d_jax.serving.engine import Engine
@@ -30,6 +31,7 @@ from tests.decoding.test_programs import live_programs
 from tests.support.served import run_in_mesh, served, talking_model
 
 PLAIN = DecodeConfig(budget=1, max_new_tokens=8)
+LANES = 4  # in all tests, so that they share programs
 WAIT = 300  # seconds, for programs to be compiled on a busy machine
 _numbers = itertools.count()
 _models: dict[int, ServedModel] = {}  # clients of the same model share lanes
@@ -87,7 +89,7 @@ def loaded() -> LoadedModel:
 @contextlib.contextmanager
 def running(loaded: LoadedModel, **options: Any) -> Iterator[Engine]:
     """An engine that answers in another thread."""
-    engine = Engine(**{"lanes": 2, "queue": 64, **options})
+    engine = Engine(**{"lanes": LANES, "queue": 64, **options})
     thread = threading.Thread(target=run_in_mesh, args=[engine])
     thread.start()
     try:
@@ -108,7 +110,7 @@ def test_an_error_of_one_answer_is_told_to_its_client_alone(loaded: LoadedModel,
     deaf = Client(loaded)
     monkeypatch.setattr(deaf.work, "tell", panic)
     good = [Client(loaded) for _ in range(3)]
-    with running(loaded, lanes=4) as engine:
+    with running(loaded) as engine:
         for client in (good[0], bad, unread, deaf, *good[1:]):
             engine.submit([client.work])
         assert [client.tokens for client in good] == [wanted] * 3
@@ -157,18 +159,19 @@ def test_nobody_waits_for_an_engine_that_has_ended(loaded: LoadedModel, monkeypa
 
 def test_an_answer_that_nobody_waits_for_is_not_read_on(loaded: LoadedModel) -> None:
     """Its prompt has several pieces; the next one is that of another answer."""
-    lanes = Lanes(loaded.decoder.reading(refines=False), lanes=2, stop_ids=())
+    lanes = Lanes(loaded.decoder.reading(refines=False), lanes=LANES, stop_ids=())
     settings = dataclasses.replace(PLAIN, max_new_tokens=1)
     long, short = (
         Answer(number, Prompt(0, [65 + number] * length), settings, StopSearch((), None))
         for number, length in enumerate((3 * PIECE, 4))
     )
-    lanes.admit([long])
-    assert lanes.step() == []
-    assert lanes.cost > 1
-    lanes.admit([short])
-    lanes.drop(long)
-    pieces = lanes.step()
+    with jax.set_mesh(make_mesh(MeshConfig())):  # as the engine has
+        lanes.admit([long])
+        assert lanes.step() == []
+        assert lanes.cost > 1
+        lanes.admit([short])
+        lanes.drop(long)
+        pieces = lanes.step()
     assert [(piece.answer, piece.is_last) for piece in pieces] == [(1, True)]
     assert lanes.is_idle
 

@@ -144,15 +144,21 @@ def test_further_prompts_take_no_further_program() -> None:
     assert count() == 0
 
 
-@pytest.mark.parametrize("parallel", ["off", "on"])
-def test_where_requests_come_one_by_one_a_first_token_comes_alone(parallel: Any) -> None:
-    """The client need not wait for a whole chunk. Both numbers of tokens come from the same program."""
-    model, settings = tiny.model(start="anchored"), dataclasses.replace(SETTINGS, parallel=parallel, max_new_tokens=20)
-    lanes = Lanes(model, lanes=2, stop_ids=RARE)
-    wanted = [
+@pytest.fixture(scope="module")
+def two_alone() -> list[list[int]]:
+    """Answers one by one, which are those of all orders, to the prompts of the next test."""
+    model, settings = tiny.model(start="anchored"), dataclasses.replace(SETTINGS, parallel="off")
+    return [
         generate_tokens(model, Request([Prompt(0, ids)], settings, seed=n, stop_ids=RARE))[0]
         for n, ids in enumerate(([3, 4, 5], [6, 7]))
     ]
+
+
+@pytest.mark.parametrize("parallel", ["off", "on"])
+def test_where_requests_come_one_by_one_a_first_token_comes_alone(parallel: Any, two_alone: list[list[int]]) -> None:
+    """The client need not wait for a whole chunk. Both numbers of tokens come from the same program."""
+    model, settings = tiny.model(start="anchored"), dataclasses.replace(SETTINGS, parallel=parallel)
+    lanes = Lanes(model, lanes=2, stop_ids=RARE)
     answers = [
         Answer(n, Prompt(0, ids), settings, StopSearch((), None), seed=n) for n, ids in enumerate(([3, 4, 5], [6, 7]))
     ]
@@ -165,7 +171,7 @@ def test_where_requests_come_one_by_one_a_first_token_comes_alone(parallel: Any)
             told[number] += tokens
         if len(sizes) == 4:
             lanes.admit(answers[1:])
-    assert told == wanted
+    assert told == two_alone
     firsts = [next(size for size in sizes if number in size) for number in (0, 1)]
     assert all(set(size.values()) == {1} for size in firsts)
     assert max(max(size.values(), default=0) for size in sizes) > 1
