@@ -13,7 +13,7 @@ from l2d_jax.decoding.batch.prefill import prefill
 from l2d_jax.decoding.decode import token_decoder
 from l2d_jax.decoding.parallel.begin import enter, read_and_enter
 from l2d_jax.decoding.parallel.stream import stream_decoder
-from l2d_jax.decoding.parallel.stream_state import fit, leave_stream, make_room
+from l2d_jax.decoding.parallel.stream_state import Stream, fit, leave_stream, make_room
 from l2d_jax.decoding.refinement.settings import Refinement
 from l2d_jax.decoding.refinement.solver import Grid
 from l2d_jax.decoding.refinement.stages import Stages
@@ -62,6 +62,17 @@ def collect(rows: list[list[int]], emitted: Any, name: str = "ids") -> None:
         row += np.asarray(values)[np.asarray(is_new)].tolist()
 
 
+def read_and_grow(model: Model, *, settings: Refinement, sampling: SamplingOptions) -> Stream:
+    """A stream that begins with little room, for evaluations and for tokens, and then gets what it needs."""
+    tokens, lengths = prompts()
+    keys, begun = jax.random.split(jax.random.key(7), ROWS), {"settings": settings, "sampling": sampling}
+    stream = read_and_enter(model, tokens, lengths, keys, capacity=NEW // 2, size=3, **begun)
+    assert settings.stages is not None
+    grown = fit(make_room(stream, settings.stages.size), ring=NEW, slots=tokens.shape[1])
+    assert isinstance(grown, Stream)
+    return grown
+
+
 def decode_in_stream(
     model: Model, chosen: dict[str, Any], *, stops: jax.Array, leaves: int | None = None, is_read_before: bool = False
 ) -> tuple[list[list[int]], list[list[int]], list[list[int]]]:
@@ -70,12 +81,12 @@ def decode_in_stream(
     stages = Stages.of(chosen["settings"].solver, [Grid(budget) for budget in BUDGETS])
     assert stages is not None
     settings = dataclasses.replace(chosen["settings"], stages=stages)
-    begun = {"settings": settings, "sampling": chosen["sampling"], "size": stages.size}
-    read = (tokens, lengths, jax.random.split(jax.random.key(7), ROWS))
+    begun = {"settings": settings, "sampling": chosen["sampling"]}
     if is_read_before:
-        stream = enter(model, prefill(model.llm, *read, capacity=NEW), **begun)
+        read = (tokens, lengths, jax.random.split(jax.random.key(7), ROWS))
+        stream = enter(model, prefill(model.llm, *read, capacity=NEW), size=stages.size, **begun)
     else:
-        stream = read_and_enter(model, *read, capacity=NEW, **begun)
+        stream = read_and_grow(model, **begun)
     columns: dict[str, list[list[int]]] = {name: [[] for _ in range(ROWS)] for name in ("ids", "evaluations", "passes")}
     for count in range(100):
         if leaves is not None and count * 5 >= leaves:
@@ -106,7 +117,8 @@ def test_the_plain_answer(kind: str, is_sampled: bool, window: int, is_read_befo
     gates = [0.0, 0.0, 0.0, 4.2, 0.0, 4.0]
     if kind in ("reads",):
         gates = [0.0] * ROWS
-    changes = {"temperature": 1.0, "velocity_temperature": 1.0, "top_k": 20} if is_sampled else {}
+    sampled = {"temperature": 1.0, "velocity_temperature": 1.0, "top_k": 20}
+    changes: dict[str, Any] = sampled if is_sampled else {}
     chosen = options(BUDGETS, gates, **changes)
     wanted, evaluations = decode_plainly(model, chosen, stops=NO_STOPS)
     chosen["settings"] = dataclasses.replace(chosen["settings"], window=window)
@@ -155,16 +167,13 @@ def test_where_guesses_hold_a_pass_gives_a_token(kind: str) -> None:
     parts = {name: dataclasses.replace(part, last=still(part.last)) for name, part in parts.items()}
     model = Model.build(model.llm, dataclasses.replace(path, **parts)).reading(refines=True)
     chosen = options([WINDOW] * ROWS, [0.0] * ROWS)
-    tokens, lengths = prompts()
     grids = [Grid(max(BUDGETS)), *[Grid(WINDOW)] * ROWS]
     stages = Stages.of(chosen["settings"].solver, grids)  # with the room of the other tests
     assert stages is not None
     stages = jax.tree.map(lambda rows: rows[1:], stages)
     settings = dataclasses.replace(chosen["settings"], stages=stages)
     begun = {"settings": settings, "sampling": chosen["sampling"]}
-    keys = jax.random.split(jax.random.key(7), ROWS)
-    stream = read_and_enter(model, tokens, lengths, keys, capacity=NEW // 2, size=3, **begun)
-    stream = fit(make_room(stream, stages.size), ring=NEW, slots=8)
+    stream = read_and_grow(model, **begun)
     for _ in range(2):
         stream, emitted = stream_decoder()(model, stream, **begun, stop_ids=NO_STOPS, passes=5)
         assert emitted.is_new.all()
