@@ -47,10 +47,10 @@ def test_answers_depend_on_neither_batches_nor_order(loaded):
 
 def test_a_text_ends_an_answer():
     loaded = talking_model()
-    prompts = [Prompt(0, list(b"Hi"))]
-    whole = to_text(answers(loaded, prompts, batch_size=1)[0][0], loaded.tokenizer)
+    prompts, settings = [Prompt(0, list(b"Hi"))], dataclasses.replace(SETTINGS, parallel="off")
+    whole = to_text(answers(loaded, prompts, settings=settings, batch_size=1)[0][0], loaded.tokenizer)
     stop = whole[3]
-    ended = answers(loaded, prompts, batch_size=1, stops=[stop])[0][0]
+    ended = answers(loaded, prompts, settings=settings, batch_size=1, stops=[stop])[0][0]
     assert to_text(ended, loaded.tokenizer) == whole.partition(stop)[0] != whole
 
 

@@ -82,17 +82,15 @@ def answer(
     return answers
 
 
-def make(
-    name: str, estimate: str, use: str, *, count: int, new: int, spent: tuple[int, ...] = ()
-) -> tuple[Model, Request]:
-    """A model of one of the kinds, and what it is asked; `spent` are the budgets of prompts with their own."""
+def make(name: str, estimate: str, use: str, *, count: int, new: int) -> tuple[Model, Request]:
+    """A model of one of the kinds, and what it is asked."""
     kind = KINDS[([*SOLVERS].index(name) + [*ESTIMATES].index(estimate) + USES.index(use)) % len(KINDS)]
     options = {"solver": name, "max_new_tokens": new} | ESTIMATES[estimate]
     options |= {"guidance": 2.0} if use in CLASS else {}
     options |= {"draws": 3} if use in DRAWS else {}
     budgets = SOLVERS[name]
     # A path that reads the context itself has no budget of 1 beside others.
-    spent = spent or (budgets[1:] if kind.get("reader") == "path" else budgets)
+    spent = budgets[1:] if kind.get("reader") == "path" else budgets
     settings = DecodeConfig(**options, budget=budgets[-1])
     restrictions = Restrictions(grammar=Thirds()) if use in GRAMMAR else Restrictions()
     asked = prompts(count, options, spent, use)
@@ -100,9 +98,9 @@ def make(
     return tiny.model("llama", **kind, classes=2 if use in CLASS else 0), request
 
 
-def count_differences(name: str, estimate: str, use: str, *, lanes: int, **sizes: Any) -> tuple[int, int]:
-    """The tokens that differ, and all tokens; `sizes` are those of `make`."""
-    model, request = make(name, estimate, use, **sizes)
+def count_differences(name: str, estimate: str, use: str, *, count: int, new: int, lanes: int) -> tuple[int, int]:
+    """The tokens that differ, and all tokens."""
+    model, request = make(name, estimate, use, count=count, new=new)
     wanted, found = (answer(model, request, way, lanes=lanes) for way in ("off", "on"))
     return differing_tokens(found, wanted), sum(map(len, wanted))
 
@@ -117,19 +115,16 @@ def test_no_token_differs(estimate: str, use: str) -> None:
 
 
 def test_no_token_differs_with_a_class_and_several_draws_by_a_grammar() -> None:
-    """All prompts at once; the next test has few lanes."""
-    differ, tokens = count_differences("midpoint", "sampled", "all", count=12, new=8, lanes=12)
+    """In few lanes: they are filled again while others go on."""
+    differ, tokens = count_differences("midpoint", "sampled", "all", count=12, new=8, lanes=5)
     assert differ == 0
     assert tokens > 50
 
 
 @pytest.mark.parametrize("estimate", [*slow("arg max"), "sampled"])
 def test_no_token_differs_where_the_last_stage_counts(estimate: str) -> None:
-    """The 3/8 rule evaluates at the end of a step, which has no velocity at t = 1 and has one at an earlier end.
-
-    The budgets have one room, and so the prompts one program.
-    """
-    differ, tokens = count_differences("rk4", estimate, "ends", count=12, new=8, lanes=5, spent=SOLVERS["rk4"][2:])
+    """The 3/8 rule evaluates at the end of a step, which has no velocity at t = 1 and has one at an earlier end."""
+    differ, tokens = count_differences("rk4", estimate, "ends", count=12, new=8, lanes=12)
     assert differ == 0
     assert tokens > 50
 
