@@ -9,7 +9,7 @@ import l2d_jax
 from l2d_jax.data.tokenizer import prompt_ids, stop_ids
 from l2d_jax.decoding.loaded_model import LoadedModel
 from l2d_jax.errors import InputError
-from tests.support.served import talking_model
+from tests.support.served import talking_base
 from tests.support.tool_templates import KINDS, NUMBER, TOOLS, function, tokenizer
 
 pytest.importorskip("llguidance.hf", reason="needs llguidance: the extra structured")
@@ -18,7 +18,7 @@ BIASES = {ord(mark): 6.0 for mark in '"}'}  # so that calls end soon
 
 def speaking(kind: str) -> LoadedModel:
     made = tokenizer(**KINDS[kind])
-    return dataclasses.replace(talking_model(), tokenizer=made, stop_ids=tuple(stop_ids(made)))
+    return dataclasses.replace(talking_base(), tokenizer=made, stop_ids=tuple(stop_ids(made)))
 
 
 @pytest.mark.parametrize("kind", ["llama", pytest.param("mistral", marks=pytest.mark.slow)])
@@ -41,7 +41,7 @@ def test_an_answer_has_calls(kind):
 
 def test_what_is_refused():
     with pytest.raises(InputError, match="leaves out tools: take one that knows them"):
-        talking_model().generate("Hi", tools=TOOLS)
+        talking_base().generate("Hi", tools=TOOLS)
     with pytest.raises(InputError, match="tool_choice must be one of none, auto, required, got 'any'"):
         speaking("qwen").generate("Hi", tools=TOOLS, tool_choice="any")
     with pytest.raises(InputError, match="did you mean 'tool_choice'"):
