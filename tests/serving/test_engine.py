@@ -108,7 +108,8 @@ def running(loaded: LoadedModel, **options: Any) -> Iterator[Engine]:
 
 def test_an_error_of_one_answer_is_told_to_its_client_alone(plain: LoadedModel, monkeypatch: Any) -> None:
     """In its stop strings, its prompt or the client itself: the others of its kind get their answers."""
-    wanted = generate_tokens(plain.decoder, Client(plain).request)[0]
+    with jax.set_mesh(make_mesh(MeshConfig())):
+        wanted = generate_tokens(plain.decoder, Client(plain).request)[0]
     bad = Client(plain, stops=["x"])
     monkeypatch.setattr(bad.work.answer.stops, "add", panic)
     unread = Client(plain)

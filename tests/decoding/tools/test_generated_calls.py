@@ -3,6 +3,7 @@
 import dataclasses
 import json
 
+import jax
 import pytest
 
 import l2d_jax
@@ -22,17 +23,19 @@ def speaking(kind: str) -> LoadedModel:
 
 
 @pytest.mark.parametrize("kind", ["llama", pytest.param("mistral", marks=pytest.mark.slow)])
-def test_an_answer_has_calls(kind):
+def test_an_answer_has_calls(kind, mesh):
     """With special tokens among them, and in a stream as at once."""
     model, tools = speaking(kind), [function("get", NUMBER)]
     options = {"tools": tools, "tool_choice": "required", "parallel_tool_calls": False, "budget": 1}
     options |= {"max_new_tokens": 120, "logit_bias": BIASES, "temperature": 1.0, "seed": 1}
-    answer = model.generate("Hi", **options)
+    ids = prompt_ids([{"role": "user", "content": "Hi"}], model.tokenizer, tools=tools)
+    with jax.set_mesh(mesh):
+        answer = model.generate("Hi", **options)
+        streamed = "".join(model.stream("Hi", **options))
+        said = model.generate(ids, **options)
     text, [call] = l2d_jax.parse_tool_calls(answer, model.tokenizer)
     assert (text, call.name, [*json.loads(call.arguments)]) == ("", "get", ["n"])
-    assert "".join(model.stream("Hi", **options)) == answer
-    ids = prompt_ids([{"role": "user", "content": "Hi"}], model.tokenizer, tools=tools)
-    said = model.generate(ids, **options)
+    assert streamed == answer
     assert isinstance(said, list)
     if kind == "mistral":
         assert answer.lstrip().startswith("[TOOL_CALLS]")
