@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import pytest
 from jax._src import test_util
 
@@ -45,12 +46,13 @@ def test_answers_depend_on_neither_batches_nor_order(loaded):
     assert generate(loaded, [PROMPTS[5].ids], settings=SETTINGS) != alone
 
 
-def test_a_text_ends_an_answer():
+def test_a_text_ends_an_answer(mesh):
     loaded = talking_model()
-    prompts = [Prompt(0, list(b"Hi"))]
-    whole = to_text(answers(loaded, prompts, batch_size=1)[0][0], loaded.tokenizer)
-    stop = whole[3]
-    ended = answers(loaded, prompts, batch_size=1, stops=[stop])[0][0]
+    prompts, settings = [Prompt(0, list(b"Hi"))], dataclasses.replace(SETTINGS, parallel="off")
+    with jax.set_mesh(mesh):
+        whole = to_text(answers(loaded, prompts, settings=settings, batch_size=1)[0][0], loaded.tokenizer)
+        stop = whole[3]
+        ended = answers(loaded, prompts, settings=settings, batch_size=1, stops=[stop])[0][0]
     assert to_text(ended, loaded.tokenizer) == whole.partition(stop)[0] != whole
 
 

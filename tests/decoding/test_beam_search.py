@@ -44,6 +44,7 @@ def search(loaded, ids, *, label=None, **options):
 PROMPT = [5, 1, 2]
 PLAIN = DecodeConfig(budget=1)
 CORRECTED = DecodeConfig(budget=3, velocity_temperature=1.0)
+NARROW = SearchConfig(candidates=3, max_new_tokens=10)
 
 
 @pytest.fixture(scope="module")
@@ -180,6 +181,7 @@ def test_a_narrow_search_equals_a_plain_one(few, chances, settings, power, penal
     same(found.beams, plain_search(chances, config, settings, seed=3))
 
 
+@pytest.mark.slow
 def test_the_plain_search_meets_every_case(few, chances):
     """What the comparison with it has seen: answers that ended and that did not, and repeats of every kind."""
     seen = set()
@@ -273,7 +275,7 @@ def test_a_large_penalty_leaves_no_repeat(few):
 
 
 def test_a_longer_answer_wins_with_a_larger_power(few):
-    config = SearchConfig(candidates=3, temperature=0.0, max_new_tokens=10)
+    config = dataclasses.replace(NARROW, temperature=0.0)
     lengths = [
         len(search(few, PROMPT, config=dataclasses.replace(config, length_power=power)).answer) for power in (0.0, 3.0)
     ]
@@ -347,18 +349,18 @@ def test_the_answer_is_drawn_from_the_beam(few):
 
 
 def test_one_program_serves_all_numbers(few):
-    base = SearchConfig(beams=3, candidates=3, max_new_tokens=7)
-    search(few, PROMPT, settings=CORRECTED, config=base)
+    corrected = dataclasses.replace(CORRECTED, parallel="off")
+    search(few, PROMPT, settings=corrected, config=NARROW)
     compiled = search_lanes.extend._cache_size()
     changed = [
         {"length_power": 0.3},
         {"repetition_penalty": 2.0},
         {"repetition_ngram": 1, "repetition_penalty": 2.0},
         {"temperature": 0.0},
-        {"max_new_tokens": 5},
+        {"max_new_tokens": 9},
     ]
-    seen = [search(few, PROMPT, settings=CORRECTED, config=dataclasses.replace(base, **new)) for new in changed]
-    seen.append(search(few, [2, 2], settings=dataclasses.replace(CORRECTED, velocity_temperature=0.5), config=base))
+    seen = [search(few, PROMPT, settings=corrected, config=dataclasses.replace(NARROW, **new)) for new in changed]
+    seen.append(search(few, [2, 2], settings=dataclasses.replace(corrected, velocity_temperature=0.5), config=NARROW))
     assert len({str(found) for found in seen}) == 6
     assert search_lanes.extend._cache_size() == compiled
 
@@ -470,7 +472,7 @@ def test_a_plain_model_has_a_budget_of_one(few):
 def test_logits_that_are_not_numbers(few):
     broken = dataclasses.replace(few.model.llm, head=few.model.llm.head.at[3].set(jnp.nan))
     with pytest.raises(InputError, match=r"logits of sequences \[0\] were not numbers"):
-        search(dataclasses.replace(few, model=Model.build(broken, None)), PROMPT, config=SearchConfig(max_new_tokens=7))
+        search(dataclasses.replace(few, model=Model.build(broken, few.model.path)), PROMPT, config=NARROW)
 
 
 # --- the command line ---

@@ -11,7 +11,10 @@ import numpy as np
 import pytest
 
 from l2d_jax.decoding.refinement.integrate import adaptive_states, fixed_states, solve_adaptive, solve_fixed
-from l2d_jax.decoding.refinement.solver import ADAPTIVE, FIXED
+from l2d_jax.decoding.refinement.solver import ADAPTIVE, FIXED, SOLVERS
+from tests.support.marks import slow
+
+EACH_KIND = ("midpoint", "restart", "bosh3")
 
 # --- the loops: dx/dt = (target - x) / (1 - t), in float64 NumPy ---
 
@@ -302,7 +305,7 @@ def test_under_vmap_each_row_has_steps_of_its_own() -> None:
     assert len(set(np.asarray(together.accepted).tolist())) > 1
 
 
-@pytest.mark.parametrize("solver", [*FIXED, *ADAPTIVE])
+@pytest.mark.parametrize("solver", [*EACH_KIND, *slow(*(name for name in SOLVERS if name not in EACH_KIND))])
 def test_no_program_calls_the_host(solver: str) -> None:
     """It would wait there in every token, and JAX would compile it anew at every start."""
 

@@ -77,7 +77,7 @@ def test_an_answer_is_the_same_in_every_order(kind: Any):
 
 def test_a_stream_is_left_within_an_answer():
     model = tiny.model(start="anchored")
-    chosen = DecodeConfig(budget=15, max_new_tokens=40)
+    chosen = DecodeConfig(budget=3, max_new_tokens=20)
     lanes, asked = open_lanes(model, Request(PROMPTS[:1], chosen))
     lanes.admit(asked)
     orders = [lanes.order]
@@ -89,7 +89,7 @@ def test_a_stream_is_left_within_an_answer():
         orders.append(lanes.order)
     assert orders[0] is Order.STREAM
     assert orders[-1] is Order.SEQUENTIAL
-    [wanted] = generate_tokens(model, Request(PROMPTS[:1], DecodeConfig(budget=15, max_new_tokens=40, parallel="off")))
+    [wanted] = generate_tokens(model, Request(PROMPTS[:1], DecodeConfig(budget=3, max_new_tokens=20, parallel="off")))
     assert said == wanted
 
 

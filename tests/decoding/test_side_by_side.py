@@ -97,20 +97,20 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", ["midpoint", *slow("euler", "restart")])
 @pytest.mark.parametrize("kind", OPTIONS)
 @pytest.mark.parametrize("start", [*slow("released"), "anchored"])
-def test_the_sequential_answer(name: str, kind: str, start: Any) -> None:
+@pytest.mark.parametrize("window", [7, *slow(1, 16)])
+def test_the_sequential_answer(name: str, kind: str, start: Any, window: int) -> None:
     model = tiny.model(start=start)
     options = {"solver": name} | OPTIONS[kind]
     budgets, ends = [1, 3, 15, 9, 31], [0.5, 1.0, 1.0, 0.3, 0.9]
     at, (noise, keys) = context(model, 5), draw(5)
     plain = settings(budgets, ends=ends, is_parallel=False, **options)
     wanted, cost = run(model, at, noise, settings=plain, keys=keys)
-    for window in (1, 7, 16):
-        chosen = settings(budgets, ends=ends, is_parallel=True, window=window, **options)
-        found, taken = run(model, at, noise, settings=chosen, keys=keys)
-        np.testing.assert_allclose(found, wanted, rtol=1e-3, atol=1e-3)
-        np.testing.assert_array_equal(taken.evaluations, cost.evaluations)
-        assert (taken.passes <= np.maximum(np.array(budgets)[:, None], 0)).all()
-        np.testing.assert_array_equal(taken.passes[0], 0)
+    chosen = settings(budgets, ends=ends, is_parallel=True, window=window, **options)
+    found, taken = run(model, at, noise, settings=chosen, keys=keys)
+    np.testing.assert_allclose(found, wanted, rtol=1e-3, atol=1e-3)
+    np.testing.assert_array_equal(taken.evaluations, cost.evaluations)
+    assert (taken.passes <= np.maximum(np.array(budgets)[:, None], 0)).all()
+    np.testing.assert_array_equal(taken.passes[0], 0)
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from l2d_jax.decoding.batch.prefill import prefill
 from l2d_jax.decoding.decode import token_decoder
 from l2d_jax.decoding.parallel.begin import enter, read_and_enter
 from l2d_jax.decoding.parallel.stream import stream_decoder
-from l2d_jax.decoding.parallel.stream_state import fit, leave_stream, make_room
+from l2d_jax.decoding.parallel.stream_state import Stream, fit, leave_stream, make_room
 from l2d_jax.decoding.refinement.settings import Refinement
 from l2d_jax.decoding.refinement.solver import Grid
 from l2d_jax.decoding.refinement.stages import Stages
@@ -30,9 +30,11 @@ MODELS: dict[str, dict[str, Any]] = {
     "copies": {"layers": "dense", "start": "anchored"},
 }
 BUDGETS = [1, 3, 15, 9, 31, 5]
+WINDOW = 7  # evaluations of a pass: more than some of the budgets, and fewer than others
+NO_STOPS = jnp.array([-1, -1], jnp.int32)
 
 
-def options(budgets: list[int], gates: list[float], *, window: int, **changes: Any) -> dict[str, Any]:
+def options(budgets: list[int], gates: list[float], *, window: int = WINDOW, **changes: Any) -> dict[str, Any]:
     """The options of either decoder, a row for each sequence."""
     configs = [DecodeConfig(budget=b, gate=g, **changes) for b, g in zip(budgets, gates, strict=True)]
 
@@ -60,6 +62,17 @@ def collect(rows: list[list[int]], emitted: Any, name: str = "ids") -> None:
         row += np.asarray(values)[np.asarray(is_new)].tolist()
 
 
+def read_and_grow(model: Model, *, settings: Refinement, sampling: SamplingOptions) -> Stream:
+    """A stream that begins with little room, for evaluations and for tokens, and then gets what it needs."""
+    tokens, lengths = prompts()
+    keys, begun = jax.random.split(jax.random.key(7), ROWS), {"settings": settings, "sampling": sampling}
+    stream = read_and_enter(model, tokens, lengths, keys, capacity=NEW // 2, size=3, **begun)
+    assert settings.stages is not None
+    grown = fit(make_room(stream, settings.stages.size), ring=NEW, slots=tokens.shape[1])
+    assert isinstance(grown, Stream)
+    return grown
+
+
 def decode_in_stream(
     model: Model, chosen: dict[str, Any], *, stops: jax.Array, leaves: int | None = None, is_read_before: bool = False
 ) -> tuple[list[list[int]], list[list[int]], list[list[int]]]:
@@ -68,12 +81,12 @@ def decode_in_stream(
     stages = Stages.of(chosen["settings"].solver, [Grid(budget) for budget in BUDGETS])
     assert stages is not None
     settings = dataclasses.replace(chosen["settings"], stages=stages)
-    begun = {"settings": settings, "sampling": chosen["sampling"], "size": stages.size}
-    read = (tokens, lengths, jax.random.split(jax.random.key(7), ROWS))
+    begun = {"settings": settings, "sampling": chosen["sampling"]}
     if is_read_before:
-        stream = enter(model, prefill(model.llm, *read, capacity=NEW), **begun)
+        read = (tokens, lengths, jax.random.split(jax.random.key(7), ROWS))
+        stream = enter(model, prefill(model.llm, *read, capacity=NEW), size=stages.size, **begun)
     else:
-        stream = read_and_enter(model, *read, capacity=NEW, **begun)
+        stream = read_and_grow(model, **begun)
     columns: dict[str, list[list[int]]] = {name: [[] for _ in range(ROWS)] for name in ("ids", "evaluations", "passes")}
     for count in range(100):
         if leaves is not None and count * 5 >= leaves:
@@ -92,33 +105,35 @@ def decode_in_stream(
     return columns["ids"], columns["evaluations"], columns["passes"]
 
 
+@pytest.mark.parametrize(
+    ("window", "is_read_before"),
+    [(WINDOW, True), pytest.param(1, True, marks=pytest.mark.slow), pytest.param(16, False, marks=pytest.mark.slow)],
+)
 @pytest.mark.parametrize("kind", ["anchored", *slow("released", "reads", "copies")])
 @pytest.mark.parametrize("is_sampled", [False, True])
-def test_the_plain_answer(kind: str, is_sampled: bool) -> None:
+def test_the_plain_answer(kind: str, is_sampled: bool, window: int, is_read_before: bool) -> None:
     model = tiny.model(**MODELS[kind])
     model = model.reading(refines=True)
     gates = [0.0, 0.0, 0.0, 4.2, 0.0, 4.0]
     if kind in ("reads",):
         gates = [0.0] * ROWS
-    stops = jnp.array([-1, -1], jnp.int32)
-    changes = {"temperature": 1.0, "velocity_temperature": 1.0, "top_k": 20} if is_sampled else {}
-    chosen = options(BUDGETS, gates, window=16, **changes)
-    wanted, evaluations = decode_plainly(model, chosen, stops=stops)
-    for window, is_read_before in ((1, True), (16, False)):
-        settings = dataclasses.replace(chosen["settings"], window=window)
-        ids, taken, passes = decode_in_stream(
-            model, chosen | {"settings": settings}, stops=stops, is_read_before=is_read_before
-        )
-        for row in range(ROWS):
-            assert ids[row][:NEW] == wanted[row].tolist(), (window, row)
-            assert taken[row][:NEW] == evaluations[row].tolist()
-            assert all(1 <= p <= max(BUDGETS[row], 1) + 2 for p in passes[row][:NEW])
+    sampled = {"temperature": 1.0, "velocity_temperature": 1.0, "top_k": 20}
+    changes: dict[str, Any] = sampled if is_sampled else {}
+    chosen = options(BUDGETS, gates, **changes)
+    wanted, evaluations = decode_plainly(model, chosen, stops=NO_STOPS)
+    chosen["settings"] = dataclasses.replace(chosen["settings"], window=window)
+    ids, taken, passes = decode_in_stream(model, chosen, stops=NO_STOPS, is_read_before=is_read_before)
+    for row in range(ROWS):
+        assert ids[row][:NEW] == wanted[row].tolist(), row
+        assert taken[row][:NEW] == evaluations[row].tolist()
+        assert all(1 <= p <= max(BUDGETS[row], 1) + 2 for p in passes[row][:NEW])
 
 
-def test_answers_end_and_the_others_go_on() -> None:
-    model = tiny.model(start="anchored", reader="path").reading(refines=True)
-    chosen = options(BUDGETS, [0.0] * ROWS, window=16)
-    free, _ = decode_plainly(model, chosen, stops=jnp.array([-1, -1], jnp.int32))
+@pytest.mark.parametrize("kind", ["anchored", *slow("reads")])
+def test_answers_end_and_the_others_go_on(kind: str) -> None:
+    model = tiny.model(**MODELS[kind]).reading(refines=True)
+    chosen = options(BUDGETS, [0.0] * ROWS)
+    free, _ = decode_plainly(model, chosen, stops=NO_STOPS)
     stops = jnp.array([free[0, 3], free[4, 7]], jnp.int32)
     wanted, _ = decode_plainly(model, chosen, stops=stops)
     ids, _, _ = decode_in_stream(model, chosen, stops=stops)
@@ -130,10 +145,9 @@ def test_answers_end_and_the_others_go_on() -> None:
 @pytest.mark.parametrize("leaves", [0, 5, 10])
 def test_the_plain_decoder_goes_on_from_any_pass(leaves: int) -> None:
     model = tiny.model(start="anchored").reading(refines=True)
-    stops = jnp.array([-1, -1], jnp.int32)
-    chosen = options(BUDGETS, [0.0] * ROWS, window=16, velocity_temperature=1.0)
-    wanted, _ = decode_plainly(model, chosen, stops=stops)
-    ids, _, _ = decode_in_stream(model, chosen, stops=stops, leaves=leaves)
+    chosen = options(BUDGETS, [0.0] * ROWS, velocity_temperature=1.0)
+    wanted, _ = decode_plainly(model, chosen, stops=NO_STOPS)
+    ids, _, _ = decode_in_stream(model, chosen, stops=NO_STOPS, leaves=leaves)
     for row in range(ROWS):
         assert ids[row][:NEW] == wanted[row].tolist()
 
@@ -143,23 +157,23 @@ def still(linear: Any) -> Any:
     return dataclasses.replace(linear, weight=0 * linear.weight, bias=0 * linear.bias)
 
 
-def test_where_guesses_hold_a_pass_gives_a_token() -> None:
+@pytest.mark.parametrize("kind", ["anchored", *slow("reads")])
+def test_where_guesses_hold_a_pass_gives_a_token(kind: str) -> None:
     """A path that sees neither x nor t finds the same token in each evaluation."""
-    model = tiny.model(start="anchored", reader="path")
+    model = tiny.model(**MODELS[kind])
     path = model.path
     assert path is not None
     parts = {name: getattr(path, name) for name in ("translation", "time", "merge")}
     parts = {name: dataclasses.replace(part, last=still(part.last)) for name, part in parts.items()}
     model = Model.build(model.llm, dataclasses.replace(path, **parts)).reading(refines=True)
-    chosen = options([15] * ROWS, [0.0] * ROWS, window=16)
-    tokens, lengths = prompts()
-    stages = Stages.of(chosen["settings"].solver, [Grid(15)] * ROWS)
+    chosen = options([WINDOW] * ROWS, [0.0] * ROWS)
+    grids = [Grid(max(BUDGETS)), *[Grid(WINDOW)] * ROWS]
+    stages = Stages.of(chosen["settings"].solver, grids)  # with the room of the other tests
     assert stages is not None
+    stages = jax.tree.map(lambda rows: rows[1:], stages)
     settings = dataclasses.replace(chosen["settings"], stages=stages)
     begun = {"settings": settings, "sampling": chosen["sampling"]}
-    keys = jax.random.split(jax.random.key(7), ROWS)
-    stream = make_room(read_and_enter(model, tokens, lengths, keys, capacity=NEW, size=3, **begun), stages.size)
-    stream = fit(stream, ring=32, slots=8)
-    stops = jnp.array([-1, -1], jnp.int32)
-    _, emitted = stream_decoder()(model, stream, **begun, stop_ids=stops, passes=9)
-    assert emitted.is_new.all()
+    stream = read_and_grow(model, **begun)
+    for _ in range(2):
+        stream, emitted = stream_decoder()(model, stream, **begun, stop_ids=NO_STOPS, passes=5)
+        assert emitted.is_new.all()

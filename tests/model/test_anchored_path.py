@@ -48,8 +48,15 @@ def correction(path, llm, context, t, *, seed=0):
         pytest.param("gemma3", marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.parametrize("layers", ["lora", "dense"])
-@pytest.mark.parametrize("options", [ANCHORED, READING], ids=["lm", "path"])
+@pytest.mark.parametrize(
+    ("layers", "options"),
+    [
+        pytest.param("lora", READING, id="lora-path"),
+        pytest.param("dense", ANCHORED, id="dense-lm"),
+        pytest.param("lora", ANCHORED, id="lora-lm", marks=pytest.mark.slow),
+        pytest.param("dense", READING, id="dense-path", marks=pytest.mark.slow),
+    ],
+)
 def test_untrained_it_is_the_language_model_at_any_time(mesh, kind, layers, options):
     llm, batch = tiny.llm(kind), tiny.batch()
     path = untrained(mesh, kind, layers=layers, **options)
@@ -64,10 +71,11 @@ def test_untrained_it_is_the_language_model_at_any_time(mesh, kind, layers, opti
 def test_a_trained_one_corrects_at_any_time_and_reads_x(mesh):
     llm, path, batch = tiny.llm(), tiny.path(**ANCHORED), tiny.batch()
     context = read_context(llm, batch)
-    found = [correction(path, llm, context, t, seed=seed) for t in (0.0, 1.0) for seed in (0, 1)]
+    correct = jax.jit(correction)
+    found = [correct(path, llm, context, t, seed=seed) for t in (0.0, 1.0) for seed in (0, 1)]
     assert all(float(jnp.abs(a - b).max()) > 1e-2 for i, a in enumerate(found) for b in (0.0, *found[:i]))
     without = context._replace(inputs=context.inputs + 1)
-    assert float(jnp.abs(correction(path, llm, without, 0.0) - found[0]).max()) > 1e-2
+    assert float(jnp.abs(correct(path, llm, without, 0.0, seed=0) - found[0]).max()) > 1e-2
 
 
 @pytest.mark.parametrize("layers", ["lora", "dense"])
@@ -97,8 +105,8 @@ def test_gradients_are_finite_differences(layers):
 
     named, tree = jax.tree_util.tree_flatten_with_path(path)
     names, leaves = zip(*((jax.tree_util.keystr(name), leaf) for name, leaf in named), strict=True)
-    gradient = jax.tree.leaves(jax.jit(jax.grad(loss))(path))
-    value = jax.jit(loss)
+    both = jax.jit(jax.value_and_grad(loss))  # one program for all
+    gradient = jax.tree.leaves(both(path)[1])
     for i, (leaf, slope) in enumerate(zip(leaves, gradient, strict=True)):
         norm = float(jnp.linalg.norm(slope))
         if names[i].endswith("merge.last.bias"):  # w(t) - w(0) has none
@@ -106,7 +114,7 @@ def test_gradients_are_finite_differences(layers):
             continue
         step = min(3e-3 / norm, 1e-2 * float(jnp.linalg.norm(leaf)))
         moved = (leaf + sign * step / norm * slope for sign in (1, -1))
-        above, below = (float(value(tree.unflatten([*leaves[:i], one, *leaves[i + 1 :]]))) for one in moved)
+        above, below = (float(both(tree.unflatten([*leaves[:i], one, *leaves[i + 1 :]]))[0]) for one in moved)
         assert (above - below) / (2 * step) == pytest.approx(norm, rel=2e-2, abs=1e-6 / step)
 
 
@@ -127,8 +135,8 @@ def test_a_packed_row_is_its_examples_apart():
     together = read_context(path.reader(llm), packed)
     np.testing.assert_allclose(together.hidden.reshape(context.hidden.shape), context.hidden, rtol=1e-5, atol=1e-4)
     x = jax.random.normal(jax.random.key(0), (2, 3, 16))
-    alone = path(llm, x, jnp.full((1, 1), 0.5), context)
-    found = path(llm, x.reshape(1, 6, 16), jnp.full((1, 1), 0.5), together)
+    run = jax.jit(lambda x, context: path(llm, x, jnp.full((1, 1), 0.5), context))
+    alone, found = run(x, context), run(x.reshape(1, 6, 16), together)
     np.testing.assert_allclose(found.reshape(alone.shape), alone, rtol=1e-5, atol=1e-4)
 
 

@@ -40,6 +40,7 @@ def answer_of(outcome):
 
 
 PROMPT = ["--prompt", "2 + 2?", "--max_new_tokens", 10]
+OFF = ["--parallel", "off"]  # one program; other tests compare the orders
 
 
 @pytest.mark.slow
@@ -75,12 +76,13 @@ def test_an_end_near_zero_is_the_base(folder):
     """At a t near 0 the path corrects nothing yet."""
     words = ["--model", folder, *PROMPT, "--budget"]
     plain = answer_of(call(generate.main, *words, 1))
-    assert answer_of(call(generate.main, *words, 3, "--end", 1e-6)) == plain
-    assert answer_of(call(generate.main, *words, 3, "--end", 1)) == answer_of(call(generate.main, *words, 3)) != plain
+    refined = [*words, 3, *OFF]
+    assert answer_of(call(generate.main, *refined, "--end", 1e-6)) == plain
+    assert answer_of(call(generate.main, *refined, "--end", 1)) == answer_of(call(generate.main, *refined)) != plain
 
 
 def test_seed_and_temperature(folder):
-    arguments = ["--model", folder, *PROMPT, "--budget", 3, "--temperature", 1.0, "--seed"]
+    arguments = ["--model", folder, *PROMPT, "--budget", 3, *OFF, "--temperature", 1.0, "--seed"]
     one, again, other = (answer_of(call(generate.main, *arguments, seed)) for seed in (0, 0, 1))
     assert one == again
     assert one != other

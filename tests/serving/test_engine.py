@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import pytest
 
-from l2d_jax.config.schema import DecodeConfig
+from l2d_jax.config.schema import DecodeConfig, MeshConfig
 from l2d_jax.decoding.batch import lanes
 from l2d_jax.decoding.batch.lanes import Lanes
 from l2d_jax.decoding.batch.prompt_reader import PIECE
@@ -21,15 +21,17 @@ from l2d_jax.decoding.generation import generate_tokens, make_answers
 from l2d_jax.decoding.loaded_model import LoadedModel
 from l2d_jax.decoding.requests import Answer, Piece, Prompt, Request, Restrictions, path_config
 from l2d_jax.decoding.stop_strings import StopSearch
+from l2d_jax.distributed.sharding import make_mesh
 from l2d_jax.errors import RunError
 from l2d_jax.serving import models as opened
 from l2d_jax.serving.engine import Engine
 from l2d_jax.serving.models import ServedModel
 from l2d_jax.serving.work import EndingError, FullError, Work
 from tests.decoding.test_programs import live_programs
-from tests.support.served import run_in_mesh, served, talking_model
+from tests.support.served import run_in_mesh, served, talking_base, talking_model
 
 PLAIN = DecodeConfig(budget=1, max_new_tokens=8)
+LANES = 4  # in all tests, so that they share programs
 WAIT = 300  # seconds, for programs to be compiled on a busy machine
 _numbers = itertools.count()
 _models: dict[int, ServedModel] = {}  # clients of the same model share lanes
@@ -84,10 +86,16 @@ def loaded() -> LoadedModel:
     return dataclasses.replace(talking_model(), stop_ids=())
 
 
+@pytest.fixture(scope="module")
+def plain() -> LoadedModel:
+    """The language model alone, whose programs are small."""
+    return dataclasses.replace(talking_base(), stop_ids=())
+
+
 @contextlib.contextmanager
 def running(loaded: LoadedModel, **options: Any) -> Iterator[Engine]:
     """An engine that answers in another thread."""
-    engine = Engine(**{"lanes": 2, "queue": 64, **options})
+    engine = Engine(**{"lanes": LANES, "queue": 64, **options})
     thread = threading.Thread(target=run_in_mesh, args=[engine])
     thread.start()
     try:
@@ -98,17 +106,18 @@ def running(loaded: LoadedModel, **options: Any) -> Iterator[Engine]:
         assert not thread.is_alive()
 
 
-def test_an_error_of_one_answer_is_told_to_its_client_alone(loaded: LoadedModel, monkeypatch: Any) -> None:
+def test_an_error_of_one_answer_is_told_to_its_client_alone(plain: LoadedModel, monkeypatch: Any) -> None:
     """In its stop strings, its prompt or the client itself: the others of its kind get their answers."""
-    wanted = generate_tokens(loaded.decoder, Client(loaded).request)[0]
-    bad = Client(loaded, stops=["x"])
+    with jax.set_mesh(make_mesh(MeshConfig())):
+        wanted = generate_tokens(plain.decoder, Client(plain).request)[0]
+    bad = Client(plain, stops=["x"])
     monkeypatch.setattr(bad.work.answer.stops, "add", panic)
-    unread = Client(loaded)
+    unread = Client(plain)
     monkeypatch.setattr(unread.work.answer, "seed", "none")
-    deaf = Client(loaded)
+    deaf = Client(plain)
     monkeypatch.setattr(deaf.work, "tell", panic)
-    good = [Client(loaded) for _ in range(3)]
-    with running(loaded, lanes=4) as engine:
+    good = [Client(plain) for _ in range(3)]
+    with running(plain) as engine:
         for client in (good[0], bad, unread, deaf, *good[1:]):
             engine.submit([client.work])
         assert [client.tokens for client in good] == [wanted] * 3
@@ -119,10 +128,10 @@ def test_an_error_of_one_answer_is_told_to_its_client_alone(loaded: LoadedModel,
         assert deaf.work.is_cancelled
 
 
-def test_an_error_of_a_program_is_told_to_all_of_its_kind(loaded: LoadedModel, monkeypatch: Any) -> None:
+def test_an_error_of_a_program_is_told_to_all_of_its_kind(plain: LoadedModel, monkeypatch: Any) -> None:
     """And the engine goes on with what is asked for next."""
-    clients = [Client(loaded) for _ in range(3)]
-    with running(loaded) as engine, monkeypatch.context() as patch:
+    clients = [Client(plain) for _ in range(3)]
+    with running(plain) as engine, monkeypatch.context() as patch:
         patch.setattr(lanes, "token_decoder", lambda: 1 // 0)
         engine.submit([client.work for client in clients])
         for client in clients:
@@ -130,23 +139,23 @@ def test_an_error_of_a_program_is_told_to_all_of_its_kind(loaded: LoadedModel, m
                 assert client.tokens == 0
         patch.undo()
         patch.setattr(opened, "Lanes", panic)
-        failed = Client(loaded)
+        failed = Client(plain)
         engine.submit([failed.work])
         with pytest.raises(RunError, match="Panic"):
             assert failed.tokens == 0
         patch.undo()
-        later = Client(loaded)
+        later = Client(plain)
         engine.submit([later.work])
         assert len(later.tokens) == 8
         assert engine.load == (0, 0)
 
 
-def test_nobody_waits_for_an_engine_that_has_ended(loaded: LoadedModel, monkeypatch: Any) -> None:
-    with running(loaded) as engine:
+def test_nobody_waits_for_an_engine_that_has_ended(plain: LoadedModel, monkeypatch: Any) -> None:
+    with running(plain) as engine:
         engine.close()
         with pytest.raises(EndingError, match="this server is ending: ask again in 5 s"):
-            engine.submit([Client(loaded).work])
-    engine, left = Engine(lanes=1, queue=4), Client(loaded)
+            engine.submit([Client(plain).work])
+    engine, left = Engine(lanes=1, queue=4), Client(plain)
     engine.submit([left.work])
     monkeypatch.setattr(engine, "_choose", lambda: 1 // 0)
     with pytest.raises(ZeroDivisionError):
@@ -155,20 +164,21 @@ def test_nobody_waits_for_an_engine_that_has_ended(loaded: LoadedModel, monkeypa
         assert left.tokens == 0
 
 
-def test_an_answer_that_nobody_waits_for_is_not_read_on(loaded: LoadedModel) -> None:
+def test_an_answer_that_nobody_waits_for_is_not_read_on(plain: LoadedModel) -> None:
     """Its prompt has several pieces; the next one is that of another answer."""
-    lanes = Lanes(loaded.decoder.reading(refines=False), lanes=2, stop_ids=())
+    lanes = Lanes(plain.decoder.reading(refines=False), lanes=LANES, stop_ids=())
     settings = dataclasses.replace(PLAIN, max_new_tokens=1)
     long, short = (
         Answer(number, Prompt(0, [65 + number] * length), settings, StopSearch((), None))
         for number, length in enumerate((3 * PIECE, 4))
     )
-    lanes.admit([long])
-    assert lanes.step() == []
-    assert lanes.cost > 1
-    lanes.admit([short])
-    lanes.drop(long)
-    pieces = lanes.step()
+    with jax.set_mesh(make_mesh(MeshConfig())):  # as the engine has
+        lanes.admit([long])
+        assert lanes.step() == []
+        assert lanes.cost > 1
+        lanes.admit([short])
+        lanes.drop(long)
+        pieces = lanes.step()
     assert [(piece.answer, piece.is_last) for piece in pieces] == [(1, True)]
     assert lanes.is_idle
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import httpx2 as httpx
 
-from tests.support.served import serving, talking_model
+from tests.support.served import serving, talking_base
 
 QUESTION = "Tell me about the brown fox and the lazy dog, which it jumps over again and again and again and again."
 
@@ -24,7 +24,7 @@ def figure(metrics: str, name: str) -> float:
 
 def test_the_second_turn_of_a_chat_and_several_answers_read_little() -> None:
     first = [{"role": "user", "content": QUESTION}]
-    with serving(talking_model(), cached=2**22) as url:
+    with serving(talking_base(), cached=2**22) as url:
         reply = ask(url, first, n=2)
         [said, same] = [choice["message"]["content"] for choice in reply["choices"]]
         assert said == same
@@ -41,7 +41,7 @@ def test_the_second_turn_of_a_chat_and_several_answers_read_little() -> None:
 
 
 def test_without_a_cache_nothing_is_counted() -> None:
-    with serving(talking_model()) as url:
+    with serving(talking_base()) as url:
         reply = ask(url, [{"role": "user", "content": QUESTION}])
         assert reply["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
         assert "prefix_cache" not in httpx.get(f"{url}/metrics").text

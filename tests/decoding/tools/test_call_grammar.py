@@ -16,6 +16,7 @@ from l2d_jax.decoding.tools.call_format import find_call_format
 from l2d_jax.decoding.tools.call_reader import ToolCall, parse_tool_calls
 from l2d_jax.decoding.tools.tool_use import read_tool_use
 from l2d_jax.errors import InputError
+from tests.support.marks import slow
 from tests.support.tiny_tokenizers import piece_tokenizer, stripping_tokenizer
 from tests.support.tool_templates import KINDS, MISTRAL, TOOLS, function, tokenizer
 
@@ -57,11 +58,12 @@ def draw(grammar, made, seed, *, begun="", limit=80):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("choice", ["auto", "required", "none", GET], ids=["auto", "required", "none", "named"])
-def test_random_answers_have_well_formed_calls(kind, choice):
+@pytest.mark.parametrize("count", [5, *slow(25)])
+def test_random_answers_have_well_formed_calls(kind, choice, count):
     made = tokenizer(**KINDS[kind])
     for parallel in (True, False):
         grammar = compile_for(made, choice, parallel=parallel)
-        for seed in range(25):
+        for seed in range(count):
             answer = draw(grammar, made, seed, begun="</think>" if kind == "opened thought" else "")
             text, calls = parse_tool_calls(answer, made)
             for call in calls:
