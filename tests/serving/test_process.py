@@ -38,5 +38,5 @@ def test_all_addresses_are_those_of_both_kinds():
 
 
 def test_an_address_that_is_taken_cannot_be_listened_on():
-    with listen_at("127.0.0.1", 0) as listener, pytest.raises(OSError):
+    with listen_at("127.0.0.1", 0) as listener, pytest.raises(OSError, match="in use"):
         listen_at("127.0.0.1", listener.getsockname()[1])
