@@ -19,8 +19,11 @@ os.environ["JAX_PLATFORMS"] = "cpu"  # with libtpu installed, every start would 
 _QUICK = ["--xla_backend_optimization_level=0", "--xla_llvm_disable_expensive_passes=true"]
 # Test processes share the cores: more threads get in the way.
 _QUICK += ["--xla_cpu_multi_thread_eigen=false", "--xla_cpu_parallel_codegen_split_count=1"]
-if version("jaxlib").startswith("0.10."):  # later ones have no other way to make a fusion
+_jaxlib = tuple(map(int, version("jaxlib").split(".")[:2]))
+if _jaxlib == (0, 10):  # later ones have no other way to make a fusion
     _QUICK.append("--xla_cpu_use_fusion_emitters=false")
+if _jaxlib >= (0, 12):
+    _QUICK += ["--xla_cpu_opt_preset=FAST_COMPILE", "--xla_cpu_emitter_verification_level=0"]
 os.environ["XLA_FLAGS"] = " ".join((os.environ.get("XLA_FLAGS", ""), *_QUICK)).strip()
 # Compiled programs are kept from run to run, and shared by all test processes; what they are of is part of their key.
 _cache_home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
