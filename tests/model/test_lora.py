@@ -17,6 +17,7 @@ from l2d_jax.model.lora import LLMAdapter, merge_adapter
 from l2d_jax.model.quantization import quantize_layers
 from l2d_jax.training import objective
 from tests.support import tiny
+from tests.support.marks import slow
 from tests.support.programs import same_bits
 
 
