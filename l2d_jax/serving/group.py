@@ -87,10 +87,8 @@ class Group:
         for work in joining:
             _fit(work, self.kind)
         self._lanes.admit([work.answer for work in joining])
-        pieces = self._lanes.step()
+        pieces = self._lanes.step(is_rehearsal=any(work.is_rehearsal for work in self.works.values()))
         self.spent += self._lanes.cost
-        if any(work.is_rehearsal for work in self.works.values()):
-            self._lanes.rehearse()
         return pieces
 
     def _report(self, work: Work, piece: Piece) -> None:

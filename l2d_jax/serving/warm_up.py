@@ -20,7 +20,7 @@ SHORT, LONG = 32, 2 * PIECE + 1  # tokens of prompts; a long one is read in piec
 OTHERS = (96, 192, 384)  # tokens of further prompts, one for each number of slots
 TAILS = (48, 112, 144)  # numbers of tokens that follow a known beginning
 LONGER = 512  # tokens of an answer that needs more room than usual ones
-LAST = 12  # tokens after which no further program follows: more than are decoded at a time
+LAST = 4  # tokens after which no further program follows: one in each order of evaluations, and one more
 OPTIONS = {"budget", "logprobs", "response_format"}
 FORMAT: dict[str, Any] = {"type": "regex", "regex": f"[a-z]{{{2 * LAST}}}"}
 

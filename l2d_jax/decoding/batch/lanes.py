@@ -116,8 +116,11 @@ class Lanes(Places):
             self._answers[self._answers.index(answer)] = self._options = None
             self._reading = [(group, read) for group, read in self._reading if any(map(self._answers.count, group))]
 
-    def step(self) -> list[Piece]:
+    def step(self, *, is_rehearsal: bool = False) -> list[Piece]:
         """Read prompts, and decode the next few tokens of all running answers.
+
+        A rehearsal decodes one token at a time, each in the next order of evaluations, so that their programs are
+        compiled.
 
         A prompt that is read in pieces delays other answers: if any are running, only one piece is read per step.
         If requests arrive one at a time, other lanes may be waiting too: about `PIECE` tokens are read per step.
@@ -142,11 +145,13 @@ class Lanes(Places):
                 break
             if not self._is_known and read >= PIECE:
                 break
-        decoded = self._decode()
+        decoded = self._decode(is_rehearsal=is_rehearsal)
+        if is_rehearsal:
+            self.pace.leave(self.order)
         self.cost = 1 + read // READ + max((piece.passes for piece in decoded), default=0)
         return pieces + decoded
 
-    def _decode(self) -> list[Piece]:
+    def _decode(self, *, is_rehearsal: bool) -> list[Piece]:
         answers = [answer if answer is not None and answer.is_read else None for answer in self._answers]
         live = [answer for answer in answers if answer is not None]
         if not live or self.state is None:
@@ -162,7 +167,7 @@ class Lanes(Places):
             options = self._maker.restrict(options, answers)
         if any(answer.restrictions.has_penalties for answer in live):
             options = self._maker.penalize(options, answers, length=stream_state.ring(self.state))
-        new, is_new, is_broken = self._run(options, live, is_single=has_grammar)
+        new, is_new, is_broken = self._run(options, live, is_single=has_grammar, is_rehearsal=is_rehearsal)
         columns = (new.ids, new.evaluations, new.passes, is_new, is_broken)
         ids, costs, passes, is_new, is_broken = (processes.gather_array(column).tolist() for column in columns)
         scores = None
@@ -190,12 +195,8 @@ class Lanes(Places):
                     self.drop(answer)
         return pieces
 
-    def rehearse(self) -> None:
-        """Let the next step use the next order of evaluations, as if this one were too slow for the running answers."""
-        self.pace.leave(self.order)
-
     def _run(
-        self, options: Options, live: Sequence[Answer], *, is_single: bool
+        self, options: Options, live: Sequence[Answer], *, is_single: bool, is_rehearsal: bool
     ) -> tuple[Tokens, Bool[Array, "B steps"], Bool[Array, " B"]]:
         """Decode the next tokens; also says which entries are real tokens, and which sequences cannot go on."""
         state, chosen = self.state, options._asdict() | {"stop_ids": self._ends}
@@ -203,7 +204,8 @@ class Lanes(Places):
         length = steps = 1 if is_single else CHUNK
         if not self._is_known:  # others wait for this chunk, and a client for its first token; one program serves both
             is_slow = self.order is Order.SEQUENTIAL and any(is_long(a.settings.budget, a.settings.draws) for a in live)
-            steps = 1 if is_single or is_slow or not all(answer.said for answer in live) else CHUNK
+            is_short = is_single or is_slow or is_rehearsal or not all(answer.said for answer in live)
+            steps = 1 if is_short else CHUNK
             length, chosen["limit"] = CHUNK, jnp.int32(steps)
         if isinstance(state, Stream):
             del chosen["labels"]
