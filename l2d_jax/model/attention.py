@@ -163,7 +163,7 @@ def _single_query(q: Array, parts: Sequence[Part]) -> Float[Array, "B 1 N H"]:
 def _attention_to_parts(q: Array, parts: Sequence[Part]) -> Float[Array, "B *T N H"]:
     """Attention to keys in several arrays; arrays without a row axis are read once for all rows."""
     grouped, t = q.reshape(*q.shape[:-2], parts[0][0].shape[-3], -1, q.shape[-1]), "T" if q.ndim == 4 else ""
-    grouped = jnp.moveaxis(grouped, 1, 3) if t else grouped
+    grouped = jnp.moveaxis(grouped, 1, 3) if t else grouped  # once, instead of around each product
     axes = ["BKSH"[-k.ndim :] for k, _, _ in parts]
     scores = []
     for (k, _, mask), names in zip(parts, axes, strict=True):
